@@ -1,0 +1,42 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow test-cuda format clean
+
+demo: $(VENV)/.lab
+	$(BIN)/vprop demo --out out
+
+# Lint, types, import direction, then doctests and tests.
+test: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest -n 2 --dist worksteal -q
+
+# The checks that take minutes rather than seconds.
+test-slow: $(VENV)/.test
+	$(BIN)/pytest -n 2 -q -m slow tests
+
+# For a machine with a GPU, in whatever environment holds its torch.
+test-cuda:
+	$(PYTHON) -m pytest -q -m cuda tests -p no:cacheprovider
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.lab: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lab]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache

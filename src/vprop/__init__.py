@@ -1,0 +1,16 @@
+"""PyTorch optimizers that perform Gaussian variational inference."""
+
+from vprop._version import __version__
+from vprop.objective import Objective
+from vprop.optim import VariationalOptimizer, Vprop
+from vprop.posterior import Posterior, Prediction, load_posterior
+
+__all__ = [
+    "Objective",
+    "Posterior",
+    "Prediction",
+    "VariationalOptimizer",
+    "Vprop",
+    "__version__",
+    "load_posterior",
+]

@@ -1,0 +1,58 @@
+"""ĥ = ess·Var_samples[ĝ]: curvature from the spread of the samples' gradients on one mini-batch.
+
+With θ = μ + σε and the same mini-batch, ĝ(θ) = ĝ(μ) + H·σε for a quadratic loss. The squared mean and the
+mini-batch's own noise are common to all samples, so they cancel in the spread, and E[ĥⱼ] = ess·Σₖ H²ⱼₖσₖ².
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vprop.curvature._base import CurvatureEstimator, Folded
+
+
+class SampleSpread(CurvatureEstimator):
+    """Independent samples: the unbiased sample variance Σ(ĝₖ−ḡ)²/(K−1), times ess.
+
+    Accumulated as Welford does, because the spread can be many orders smaller than the gradients themselves.
+    """
+
+    def fold(self, folded: Folded | None, grad: Tensor) -> Folded:
+        """Running mean of ĝ and sum of squared deviations from it."""
+        if folded is None:
+            return Folded(grad, grad.new_zeros(()).expand_as(grad))
+        folded.count += 1
+        deviation = grad - folded.grad
+        folded.grad = folded.grad + deviation / folded.count
+        folded.product = folded.product + deviation * (grad - folded.grad)
+        return folded
+
+    def hess(self, folded: Folded, ess: float) -> Tensor:
+        """ess times the sample variance."""
+        return folded.product * (ess / (folded.count - 1))
+
+
+class AntitheticSpread(CurvatureEstimator):
+    """Antithetic pairs θ± = μ ± σε: the mean over pairs of ((ĝ₊−ĝ₋)/2)², times ess.
+
+    The pair has the same expectation as the sample variance on a quadratic loss, and the terms of the gradient
+    that are even in ε (third derivatives) cancel as well.
+    """
+
+    def fold(self, folded: Folded | None, grad: Tensor) -> Folded:
+        """Running mean of ĝ, and of the squared half-difference whenever a pair is complete."""
+        if folded is None:
+            return Folded(grad, grad.new_zeros(()).expand_as(grad), partner=grad)
+        folded.count += 1
+        folded.grad = folded.grad.lerp(grad, 1 / folded.count)
+        if folded.partner is None:
+            folded.partner = grad.clone()
+            return folded
+        half_difference = (folded.partner - grad) / 2
+        folded.product = folded.product.lerp(half_difference.square(), 2 / folded.count)
+        folded.partner = None
+        return folded
+
+    def hess(self, folded: Folded, ess: float) -> Tensor:
+        """ess times the mean over pairs."""
+        return ess * folded.product

@@ -1,0 +1,29 @@
+"""ĥ = ess·E_q[ĝ²]: what RMSprop accumulates, and the paper's Vprop."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vprop.curvature._base import CurvatureEstimator, Folded
+
+
+class SquaredGradient(CurvatureEstimator):
+    """The mean over samples of the squared mini-batch gradient, times ess.
+
+    Unbiased for ess·(E_q[ĝ]² + Var[ĝ]), not for the Hessian: of the variance only the part that the sampling of
+    the weights causes carries curvature (for a quadratic loss and independent weights H²σ², so that h ≈ H at the
+    fixed point). The squared mean and the mini-batch noise are bias; `vprop.curvature.centered` removes them.
+    """
+
+    def fold(self, folded: Folded | None, grad: Tensor) -> Folded:
+        """Running means of ĝ and ĝ²."""
+        if folded is None:
+            return Folded(grad, grad.square())
+        folded.count += 1
+        folded.grad = folded.grad.lerp(grad, 1 / folded.count)
+        folded.product.lerp_(grad.square(), 1 / folded.count)
+        return folded
+
+    def hess(self, folded: Folded, ess: float) -> Tensor:
+        """ess times the mean square."""
+        return ess * folded.product

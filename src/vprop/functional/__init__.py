@@ -1,0 +1,1 @@
+"""The update mathematics as pure functions, each formula written once."""

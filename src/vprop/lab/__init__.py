@@ -1,0 +1,1 @@
+"""Experiments, plots and the command line: the only place that needs the extras."""

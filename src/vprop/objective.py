@@ -1,0 +1,77 @@
+"""A closure that knows its model, its loss and its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Objective:
+    """``loss_fn(model(x), y)``, a mean over the batch, as a closure for every optimizer.
+
+    Called, it clears the gradients, runs forward and backward and returns the loss. Estimators that need more than
+    a gradient, and ``posterior.elbo``, read its parts. A tuple ``x`` becomes the positional arguments of the
+    model, a dict its keyword arguments.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> objective = Objective(model, torch.nn.functional.mse_loss, torch.ones(8, 3), torch.zeros(8, 1))
+    >>> loss = objective()
+    >>> model.weight.grad.shape, objective.batch_size
+    (torch.Size([1, 3]), 8)
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, x: Any, y: Any) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.x = x
+        self.y = y
+
+    def __call__(self) -> Tensor:
+        """Clear the gradients, compute the loss and its gradients at the current weights."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss_fn(call_model(self.model, self.x), self.y)
+        loss.backward()
+        return loss
+
+    @property
+    def batch_size(self) -> int:
+        """How many examples the mean is over."""
+        return batch_size_of(self.y)
+
+
+def call_model(model: Callable[..., Any], x: Any) -> Any:
+    """``model(x)``, with a tuple as positional and a dict as keyword arguments."""
+    args, kwargs = model_arguments(x)
+    return model(*args, **kwargs)
+
+
+def call_with_weights(model: nn.Module, weights: dict[str, Tensor], x: Any) -> Any:
+    """``model(x)`` with other weights and buffers, leaving the model's own untouched."""
+    args, kwargs = model_arguments(x)
+    return functional_call(model, weights, args, kwargs)
+
+
+def model_arguments(x: Any) -> tuple[tuple, dict[str, Any]]:
+    """Positional and keyword arguments that ``x`` stands for."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    if isinstance(x, tuple | list):
+        return tuple(x), {}
+    return (x,), {}
+
+
+def batch_size_of(y: Any) -> int:
+    """Length of the first dimension of the targets, looking into tuples, lists and dicts."""
+    if isinstance(y, Tensor):
+        return y.shape[0] if y.dim() else 1
+    if isinstance(y, Mapping):
+        return batch_size_of(next(iter(y.values())))
+    if isinstance(y, tuple | list):
+        return batch_size_of(y[0])
+    raise TypeError(f"Cannot tell the batch size from targets of type {type(y).__name__}: pass a tensor.")

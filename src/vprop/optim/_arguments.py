@@ -1,0 +1,192 @@
+"""Checks of hyperparameters: every error names the argument, its value, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vprop.precision import compute_dtype
+
+
+def invalid(name: str, value: object, allowed: str, remedy: str) -> ValueError:
+    """The one form of message for a bad argument."""
+    return ValueError(f"Invalid {name}={value!r}: must be {allowed}. {remedy}")
+
+
+def is_number(value: Any, *, whole: bool = False) -> bool:
+    """Whether ``value`` is a real (or whole) number, NumPy's included, and not a bool."""
+    return isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+
+
+def check_parameters(params: Sequence[Tensor]) -> None:
+    """Refuse the kinds of parameter that have no Gaussian posterior here."""
+    for i, p in enumerate(params):
+        if p.is_complex():
+            raise ValueError(
+                f"Parameter {i} of the group has complex dtype {p.dtype}: complex parameters are not supported. "
+                "Optimize real and imaginary parts (torch.view_as_real) as two real parameters."
+            )
+        if p.layout != torch.strided:
+            raise ValueError(
+                f"Parameter {i} of the group has layout {p.layout}: sparse parameters are not supported. "
+                "Use a dense parameter (p.to_dense())."
+            )
+        if not p.is_floating_point():
+            raise ValueError(
+                f"Parameter {i} of the group has dtype {p.dtype}: must be a floating-point dtype. "
+                "Leave integer tensors out of the optimizer."
+            )
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Check one parameter group and put its prior into the form that the updates read."""
+    check_parameters(group["params"])
+    _number(group, "lr", "a finite number >= 0", lambda v: 0 <= v < math.inf, "0.1 is a good first try.")
+    _number(
+        group,
+        "num_data",
+        "a finite number > 0",
+        lambda v: 0 < v < math.inf,
+        "Pass the number of training examples, e.g. num_data=len(train_set).",
+    )
+    _number(
+        group,
+        "temperature",
+        "a finite number > 0",
+        lambda v: 0 < v < math.inf,
+        "1 is the Bayesian posterior, smaller values are colder (less noise).",
+    )
+    _number(group, "clip_radius", "a number > 0", lambda v: v > 0, 'Use float("inf") for no clipping.')
+    _betas(group["betas"])
+    _samples(group)
+    _seed(group["seed"])
+    for name in ("antithetic", "centered", "maximize", "capturable"):
+        if not isinstance(group[name], bool):
+            raise invalid(name, group[name], "True or False", f"Pass {name}=True or leave it out.")
+    _implementation(group)
+    _prior(group)
+    _hess_init(group)
+
+
+def _number(group: dict[str, Any], name: str, allowed: str, accept: Callable[[float], bool], remedy: str) -> None:
+    value = group[name]
+    if isinstance(value, Tensor) and value.numel() == 1 and name == "lr":
+        value = value.item()
+    if not is_number(value) or not accept(value):
+        raise invalid(name, group[name], allowed, remedy)
+
+
+def _betas(betas: Any) -> None:
+    allowed = "a pair of numbers, each in [0, 1)"
+    remedy = "The first is the momentum of the gradient (0 = none), the second the decay of the curvature."
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise invalid("betas", betas, allowed, remedy)
+    for i, beta in enumerate(betas):
+        if not is_number(beta) or not 0 <= beta < 1:
+            raise invalid(f"betas[{i}]", beta, "a number in [0, 1)", remedy)
+
+
+def _samples(group: dict[str, Any]) -> None:
+    count, antithetic, centered = group["mc_samples"], group["antithetic"], group["centered"]
+    if not is_number(count, whole=True) or count < 0:
+        raise invalid(
+            "mc_samples",
+            count,
+            "an integer >= 0",
+            "0 takes the gradient at the mean, K averages over K samples.",
+        )
+    if centered and count < 2:
+        raise invalid(
+            "mc_samples",
+            count,
+            ">= 2 when centered=True",
+            "A spread needs two samples: try mc_samples=2, antithetic=True.",
+        )
+    if antithetic and count < 2:
+        raise invalid("mc_samples", count, ">= 2 when antithetic=True", "A pair needs two samples: try mc_samples=2.")
+    if antithetic and centered and count % 2:
+        raise invalid(
+            "mc_samples", count, "even when antithetic=True and centered=True", f"Use mc_samples={count + 1}."
+        )
+
+
+def _seed(seed: Any) -> None:
+    if not is_number(seed, whole=True) or not 0 <= seed < 2**64:
+        raise invalid("seed", seed, "an integer in [0, 2**64)", "Pass e.g. seed=0.")
+
+
+def _implementation(group: dict[str, Any]) -> None:
+    for name in ("foreach", "fused"):
+        if group[name] not in (None, True, False):
+            raise invalid(name, group[name], "None, True or False", "None lets the library choose.")
+    if group["fused"]:
+        raise invalid("fused", True, "None or False in this version", "There is no fused kernel yet; leave it out.")
+    if group["foreach"]:
+        raise invalid("foreach", True, "None or False in this version", "There is one portable path; leave it out.")
+
+
+def _prior(group: dict[str, Any]) -> None:
+    params, precision = group["params"], group["prior_precision"]
+    remedy = "Pass one number for the group, or a list with one tensor per parameter (posterior.as_prior() makes one)."
+    if isinstance(precision, list | tuple):
+        group["prior_precision"] = _per_parameter("prior_precision", precision, params)
+        for tensor in group["prior_precision"]:
+            if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
+                raise invalid("prior_precision", "a tensor with bad entries", "finite and >= 0 everywhere", remedy)
+    elif not is_number(precision) or not 0 <= precision < math.inf:
+        raise invalid("prior_precision", precision, "a finite number >= 0 or a list of tensors", remedy)
+    if group["prior_mean"] is not None:
+        if not isinstance(group["prior_mean"], list | tuple):
+            raise invalid("prior_mean", group["prior_mean"], "None or a list of tensors like params", "None means 0.")
+        group["prior_mean"] = _per_parameter("prior_mean", group["prior_mean"], params)
+        for tensor in group["prior_mean"]:
+            if not bool(torch.isfinite(tensor).all()):
+                raise invalid(
+                    "prior_mean",
+                    "a tensor with bad entries",
+                    "finite everywhere",
+                    "Check where it comes from.",
+                )
+
+
+def _per_parameter(name: str, tensors: Sequence[Any], params: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of ``tensors`` on the devices and in the precision of ``params``, after a check of the shapes."""
+    if len(tensors) != len(params):
+        raise ValueError(
+            f"Invalid {name}: has {len(tensors)} tensors, must have one for each of the group's {len(params)} "
+            "parameters, in their order. With several groups, give each group's dict its own list."
+        )
+    copies = []
+    for i, (tensor, p) in enumerate(zip(tensors, params, strict=True)):
+        if not isinstance(tensor, Tensor) or tensor.shape != p.shape:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"Invalid {name}[{i}]: is {got}, must be a tensor of its parameter's shape {tuple(p.shape)}. "
+                "The list goes in the order of the parameters."
+            )
+        copies.append(tensor.detach().to(device=p.device, dtype=compute_dtype(p), copy=True))
+    return copies
+
+
+def _hess_init(group: dict[str, Any]) -> None:
+    _number(
+        group,
+        "hess_init",
+        "a finite number >= 0",
+        lambda v: 0 <= v < math.inf,
+        "It is the curvature of the mean loss before any data: 1 is a good first try.",
+    )
+    precision = group["prior_precision"]
+    flat = any(bool((t == 0).any()) for t in precision) if isinstance(precision, list) else precision == 0
+    if group["hess_init"] == 0 and flat:
+        raise invalid(
+            "hess_init",
+            group["hess_init"],
+            "> 0 when prior_precision is 0",
+            "Without either, the variance is infinite: set hess_init=1 or prior_precision > 0.",
+        )

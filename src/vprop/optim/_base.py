@@ -1,0 +1,390 @@
+"""What all variational optimizers share: groups, samples, the three training loops, checkpoints."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
+from torch.utils.hooks import RemovableHandle
+
+from vprop.optim._arguments import check_group, invalid
+from vprop.optim._hooks import SampleHook
+from vprop.posterior import Likelihood, Posterior
+
+
+class _Holder(enum.Enum):
+    """Who keeps a sample in the weights, and so who may take it out."""
+
+    CALLER = "a `with optimizer.sampled_params()` block or a running closure: only its end takes the sample out"
+    HOOK = "attach(): the next step() or evaluation-mode forward takes the sample out"
+
+
+class VariationalOptimizer(Optimizer):
+    """A torch optimizer whose weights are the mean of a Gaussian posterior.
+
+    The weights hold the mean whenever no sample is active. ``p.grad`` is read in :meth:`step` only (with several
+    samples per step: when the next sample begins), so clipping, gradient accumulation, ``GradScaler`` and gradient
+    hooks work as with any optimizer. There is one draw per step: a sample entered again before :meth:`step` is the
+    same sample.
+
+    A structure of the posterior (diagonal, full, …) is a subclass that says how to write a sample, how to take it
+    out again, and how to fold gradients and update.
+    """
+
+    # What is going on between two steps. None of it is state: a checkpoint is taken between steps.
+    _holder: _Holder | None
+    _written: object | None
+    _saved: list[tuple[Tensor, Tensor]] | None
+    _open_sample: int | None
+    _folded_samples: int
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._forget_samples()
+        self._evaluation_draws = 0
+        self._asked_by_grad_scaler = False
+        self._unusable: dict[torch.device, Tensor] = {}
+        super().__init__(params, defaults)
+
+    # -- what a structure provides ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> Any:
+        """Which noise goes where: all that writing a sample, and taking it out again, needs.
+
+        ``evaluation_draw`` is ``None`` for a sample of the coming step.
+        """
+
+    @abstractmethod
+    def _write_sample(self, plan: Any) -> None:
+        """Write the sample into the weights, which hold the mean."""
+
+    @abstractmethod
+    def _restore_mean(self, plan: Any) -> None:
+        """Put the mean back, from the weights and the noise, generated again. Undoes a half-done write, too."""
+
+    @abstractmethod
+    def _fold(self) -> None:
+        """Fold ``p.grad`` of all parameters, the gradient at one sample, into this step's statistics."""
+
+    @abstractmethod
+    def _forget_folded(self) -> None:
+        """Drop this step's statistics."""
+
+    @abstractmethod
+    def _update(self) -> None:
+        """Update mean and curvature from this step's statistics."""
+
+    @abstractmethod
+    def posterior(
+        self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float | Tensor = 1.0
+    ) -> Posterior:
+        """A snapshot of the posterior over ``model``'s parameters."""
+
+    # -- groups ----------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does, with a check of its hyperparameters."""
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+            _ = self.mc_samples
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @property
+    def mc_samples(self) -> int:
+        """Samples per step; one number for all groups, because a sample covers all weights at once."""
+        counts = {group["mc_samples"] for group in self.param_groups}
+        if len(counts) > 1:
+            raise invalid(
+                "mc_samples",
+                sorted(counts),
+                "the same in all parameter groups",
+                "A sample covers all groups at once.",
+            )
+        return int(counts.pop())
+
+    # -- samples ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sampled_params(self, sample: int = 0, *, train: bool = True) -> Iterator[None]:
+        """Weights drawn from the posterior inside the block, the mean after it, also after an exception.
+
+        With ``train=True`` the draw belongs to the coming :meth:`step`: run forward *and* backward inside. For
+        ``mc_samples`` K > 1 run a block for each ``sample`` 0…K−1 in turn; with ``mc_samples=0`` the block sees the
+        mean. With ``train=False`` the draw is a fresh one for evaluation: the weights come back bit for bit, and
+        nothing of the training run changes.
+        """
+        if train:
+            self._enter(sample, _Holder.CALLER)
+        else:
+            self._enter_evaluation(sample)
+        try:
+            yield
+        except BaseException:
+            # A sample that was not finished must not be mistaken for one that was.
+            self._leave()
+            if train:
+                self._forget_samples()
+            raise
+        self._leave()
+
+    def _enter(self, sample: int, holder: _Holder) -> None:
+        """Make ``sample`` of the coming step active, after folding the sample before it."""
+        self._refuse_inside_sample("sampled_params()")
+        self._leave()
+        count = self.mc_samples
+        if not 0 <= sample < max(1, count):
+            raise invalid(
+                "sample",
+                sample,
+                f"in 0…{max(1, count) - 1} with mc_samples={count}",
+                "Raise mc_samples for more samples.",
+            )
+        if self._open_sample is not None and sample == self._open_sample + 1:
+            self._fold_open_sample()
+        expected = self._folded_samples if self._open_sample is None else self._open_sample
+        if sample != expected:
+            raise RuntimeError(
+                f"sampled_params({sample}): sample {expected} of this step is due. Draw the samples of a step in "
+                "order, and all micro-batches of one sample before the next sample; to start the step over, call "
+                "optimizer.discard_samples()."
+            )
+        if count > 0:
+            self._perturb(sample, None)
+        self._open_sample = sample
+        self._holder = holder
+
+    def _enter_evaluation(self, sample: int) -> None:
+        if sample != 0:
+            raise invalid("sample", sample, "left out with train=False", "Every evaluation block draws afresh.")
+        self._refuse_inside_sample("sampled_params(train=False)")
+        self._leave()
+        self._saved = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+        self._perturb(0, self._evaluation_draws)
+        self._holder = _Holder.CALLER
+        self._evaluation_draws += 1
+
+    @torch.no_grad()
+    def _perturb(self, sample: int, evaluation_draw: int | None) -> None:
+        try:
+            self._written = self._plan_sample(sample, evaluation_draw)
+            self._write_sample(self._written)
+        except BaseException:
+            self._leave()
+            raise
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        """Put the mean back if a sample is in the weights.
+
+        The holder goes first: should an interrupt strike half-way, the next call carries on from there.
+        """
+        self._holder = None
+        if self._saved is not None:
+            for p, mean in self._saved:
+                p.copy_(mean)
+        elif self._written is not None:
+            self._restore_mean(self._written)
+        self._saved = self._written = None
+
+    def _fold_open_sample(self) -> None:
+        """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""
+        with torch.no_grad():
+            self._fold()
+        self._folded_samples += 1
+        self._open_sample = None
+        super().zero_grad(set_to_none=True)
+
+    def discard_samples(self) -> None:
+        """Forget the samples drawn for the coming step, for a batch that is given up half-way."""
+        self._refuse_inside_sample("discard_samples()")
+        self._leave()
+        self._forget_samples()
+
+    def _forget_samples(self) -> None:
+        self._holder = None
+        self._written = None
+        self._saved = None
+        self._open_sample = None
+        self._folded_samples = 0
+        self._forget_folded()
+
+    def _refuse_inside_sample(self, what: str) -> None:
+        if self._holder is _Holder.CALLER:
+            raise RuntimeError(
+                f"{what} inside an active sample: the weights hold a draw, not the mean. Leave the "
+                "`with optimizer.sampled_params()` block (or the closure) first."
+            )
+
+    # -- the three loops -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the posterior; returns the mean loss over the samples if there is a closure.
+
+        With a closure, which zeroes the gradients, computes the loss and calls ``backward()``, the optimizer draws
+        all samples and calls it once for each (once at the mean if ``mc_samples=0``). Without one, the gradients
+        of ``sampled_params()`` blocks or of an attached model are used.
+        """
+        self._refuse_inside_sample("step()")
+        self._leave()
+        loss = None
+        if closure is not None:
+            loss = self._evaluate(closure)
+        else:
+            self._require_samples()
+        self._asked_by_grad_scaler = False
+        self._fold()
+        self._update()
+        self._forget_samples()
+        self._report_unusable(deferred=False)
+        return loss
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        if self._asked_by_grad_scaler:
+            self._asked_by_grad_scaler = False
+            raise RuntimeError(
+                "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
+                "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
+            )
+        self._forget_samples()
+        losses = []
+        for sample in range(max(1, self.mc_samples)):
+            self._enter(sample, _Holder.CALLER)
+            try:
+                with torch.enable_grad():
+                    losses.append(closure())
+            except BaseException:
+                self._leave()
+                self._forget_samples()
+                raise
+            self._leave()
+        if any(loss is None for loss in losses):
+            return None
+        losses = [loss.detach() if isinstance(loss, Tensor) else loss for loss in losses]
+        return losses[0] if len(losses) == 1 else sum(losses) / len(losses)
+
+    def _require_samples(self) -> None:
+        """Refuse a step whose gradients were not taken at the samples they should be taken at."""
+        count = self.mc_samples
+        drawn = self._folded_samples + (self._open_sample is not None)
+        if count > 0 and drawn == 0:
+            raise RuntimeError(
+                f"step() without a sample: mc_samples={count}, but no weights were drawn since the last step, so the "
+                "gradients belong to the mean. Pass a closure, run forward and backward inside "
+                "`with optimizer.sampled_params():`, or call optimizer.attach(model); for gradients at the mean use "
+                "mc_samples=0."
+            )
+        if drawn < count:
+            raise RuntimeError(
+                f"step() after {drawn} of mc_samples={count} samples. Run forward and backward in "
+                f"`with optimizer.sampled_params(k):` for k = 0…{count - 1}, or pass a closure."
+            )
+        if count > 1 and self._asked_by_grad_scaler:
+            self._asked_by_grad_scaler = False
+            raise RuntimeError(
+                f"GradScaler with mc_samples={count}: it unscales the last sample's gradients only. Use mc_samples=1 "
+                "with the scaler, or bfloat16 autocast, which needs none."
+            )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells GradScaler to unscale the gradients itself; and that it asks tells us that it is at work."""
+        self._asked_by_grad_scaler = True
+        return False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as torch does; between two samples of one step, fold the first one's before."""
+        if self._holder is None and self._open_sample is not None and self._open_sample + 1 < self.mc_samples:
+            self._fold_open_sample()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def attach(self, model: nn.Module) -> RemovableHandle:
+        """Sample in a training loop that is not yours to change.
+
+        From now on a forward of ``model`` in training mode sees a sample, the same one until the next
+        :meth:`step`; a forward in evaluation mode sees the mean. Returns a handle whose ``remove()`` detaches.
+        """
+        if self.mc_samples > 1:
+            raise invalid(
+                "mc_samples",
+                self.mc_samples,
+                "0 or 1 with attach()",
+                "Pass a closure to step() for more samples.",
+            )
+        owned = {id(p) for p in model.parameters()}
+        foreign = sum(id(p) not in owned for group in self.param_groups for p in group["params"])
+        if foreign:
+            raise ValueError(
+                f"attach(model): {foreign} of the optimizer's parameters are not parameters of this model. Attach the "
+                "module the optimizer was built from (not a copy), or one that contains all of them."
+            )
+        return model.register_forward_pre_hook(SampleHook(self, model))
+
+    def _before_forward(self, training: bool) -> None:
+        """What the hook does before each forward of the attached model."""
+        if self._holder is _Holder.CALLER:
+            return
+        if not training:
+            self._leave()
+        elif self._holder is None:
+            self._enter(self._open_sample or 0, _Holder.HOOK)
+
+    # -- NaN and infinity ------------------------------------------------------------------------------------
+
+    def _count_unusable(self, count: Tensor) -> None:
+        total = self._unusable.get(count.device)
+        self._unusable[count.device] = count if total is None else total + count
+
+    def _report_unusable(self, deferred: bool) -> None:
+        """Warn of gradient elements that were left out. Looking is free on a CPU and stalls the queue elsewhere."""
+        if torch.compiler.is_compiling():
+            return
+        for device in list(self._unusable):
+            if not (deferred or device.type == "cpu"):
+                continue
+            count = int(self._unusable.pop(device))
+            if count:
+                warnings.warn(
+                    f"{count} gradient elements were NaN or infinite and were left out of the step: their mean and "
+                    "curvature are unchanged. Look for an overflow in the loss, lower lr, or clip the gradients.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Holds the seed, the step counts and the curvature, so a resumed run draws the same noise."""
+        self._report_unusable(deferred=True)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but the state keeps its precision: torch would round it to that of bfloat16 weights."""
+        self._refuse_inside_sample("load_state_dict()")
+        self._leave()
+        super().load_state_dict(state_dict)
+        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        members = [(group, p) for group in self.param_groups for p in group["params"]]
+        for saved_id, (group, p) in zip(saved_ids, members, strict=True):
+            for key, value in state_dict["state"].get(saved_id, {}).items():
+                if isinstance(value, Tensor):
+                    device = "cpu" if key == "step" and not group["capturable"] else p.device
+                    self.state[p][key] = value.detach().to(device=device, copy=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_samples()
+        self._evaluation_draws = getattr(self, "_evaluation_draws", 0)
+        self._asked_by_grad_scaler = False
+        self._unusable = {}

@@ -1,0 +1,275 @@
+"""The diagonal structure: one variance per weight. Optimizers of this structure differ in their curvature."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vprop import noise
+from vprop.curvature import CurvatureEstimator, Folded
+from vprop.functional import diagonal
+from vprop.optim._base import VariationalOptimizer
+from vprop.posterior import DiagonalPosterior, GaussianPrior, Likelihood
+from vprop.precision import compute_dtype, needs_master_copy
+
+
+class _Member(NamedTuple):
+    """A parameter with what its group says of it."""
+
+    p: Tensor
+    number: int
+    """Position among all parameters of the optimizer, which addresses its noise."""
+    group: dict[str, Any]
+    position: int
+    """Position inside the group, which addresses its prior."""
+
+    @property
+    def ess(self) -> float:
+        return self.group["num_data"] / self.group["temperature"]
+
+    @property
+    def prior_precision(self) -> float | Tensor:
+        precision = self.group["prior_precision"]
+        return precision[self.position] if isinstance(precision, list) else precision
+
+    @property
+    def prior_mean(self) -> float | Tensor:
+        means = self.group["prior_mean"]
+        return 0.0 if means is None else means[self.position]
+
+
+@dataclass
+class _Written:
+    """A parameter that holds a sample, with all that is needed to generate its noise again."""
+
+    p: Tensor
+    draw: noise.Draw
+    sign: int
+    hess: Tensor
+    ess: float
+    damping: float | Tensor
+    mean: Tensor | None
+    done: bool = False
+    """Whether the sample is in the weights: the truth also when an interrupt strikes half-way."""
+
+    def offset(self, eps: Tensor) -> Tensor:
+        return diagonal.perturbation(self.hess, eps, self.ess, self.damping).mul_(self.sign)
+
+
+class DiagonalOptimizer(VariationalOptimizer):
+    """Sampling and update of a diagonal Gaussian; a subclass chooses the curvature estimator.
+
+    State per parameter: ``step`` (int64), ``hess`` (h), ``momentum`` if β₁ > 0, and ``mean`` (float32) for bfloat16
+    and float16 weights, which are too coarse to hold it.
+    """
+
+    @abstractmethod
+    def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
+        """The estimator of ĥ that the group's hyperparameters ask for."""
+
+    def _members(self) -> Iterator[_Member]:
+        """All parameters that take part; one with ``requires_grad=False`` is a constant and does not."""
+        number = 0
+        for group in self.param_groups:
+            for position, p in enumerate(group["params"]):
+                if p.requires_grad:
+                    yield _Member(p, number, group, position)
+                number += 1
+
+    def _new_state(self, member: _Member) -> dict[str, Tensor]:
+        p, group = member.p, member.group
+        state = {
+            "step": torch.zeros((), dtype=torch.int64, device=p.device if group["capturable"] else "cpu"),
+            "hess": torch.full_like(p, group["hess_init"], dtype=compute_dtype(p), requires_grad=False),
+        }
+        if needs_master_copy(p):
+            state["mean"] = p.detach().to(compute_dtype(p), copy=True)
+        return state
+
+    def _state(self, member: _Member) -> dict[str, Tensor]:
+        state = self.state[member.p]
+        if not state:
+            state.update(self._new_state(member))
+        return state
+
+    def _mean(self, p: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """μ, while no sample is active.
+
+        Where coarse weights no longer match their float32 mean, somebody else wrote to them (loaded a checkpoint,
+        re-initialised a layer): what is in the weights counts.
+        """
+        if "mean" not in state:
+            return p.detach()
+        mean = state["mean"]
+        return torch.where(mean.to(p.dtype) == p, mean, p.to(mean.dtype))
+
+    # -- samples ---------------------------------------------------------------------------------------------
+
+    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> list[_Written]:
+        plan = []
+        for member in self._members():
+            if evaluation_draw is None:
+                state = self._state(member)
+            else:  # must leave no trace, so it looks at a state that it does not keep
+                state = self.state.get(member.p) or self._new_state(member)
+            mean = None
+            if "mean" in state:
+                mean = self._mean(member.p, state)
+                if evaluation_draw is None:
+                    state["mean"].copy_(mean)
+            plan.append(self._address(member, state, sample, evaluation_draw, mean))
+        return plan
+
+    def _write_sample(self, plan: list[_Written]) -> None:
+        for entry, eps in _with_noise(plan):
+            if entry.mean is None:
+                entry.p.add_(entry.offset(eps))
+            else:
+                entry.p.copy_(entry.mean + entry.offset(eps))
+            entry.done = True
+
+    def _address(
+        self,
+        member: _Member,
+        state: dict[str, Tensor],
+        sample: int,
+        evaluation_draw: int | None,
+        mean: Tensor | None,
+    ) -> _Written:
+        group, seed = member.group, member.group["seed"]
+        sign = 1
+        if evaluation_draw is not None:
+            draw = noise.Draw(seed, member.number, evaluation_draw, stream=noise.Stream.EVALUATION)
+        else:
+            step: noise.Word = state["step"] if group["capturable"] else int(state["step"])
+            if group["antithetic"]:
+                sample, sign = sample // 2, -1 if sample % 2 else 1
+            draw = noise.Draw(seed, member.number, step, sample)
+        damping = member.prior_precision / member.ess
+        return _Written(member.p, draw, sign, state["hess"], member.ess, damping, mean)
+
+    def _restore_mean(self, plan: list[_Written]) -> None:
+        for entry in plan:
+            if entry.done and entry.mean is not None:
+                entry.p.copy_(entry.mean)
+                entry.done = False
+        for entry, eps in _with_noise([entry for entry in plan if entry.done]):
+            entry.p.sub_(entry.offset(eps))
+            entry.done = False
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def _forget_folded(self) -> None:
+        self._folded: dict[Tensor, Folded] = {}
+
+    def _fold(self) -> None:
+        for member in self._members():
+            p, folded = member.p, self._folded.get(member.p)
+            if p.grad is None and folded is None:
+                continue
+            estimator, several = self._curvature(member.group), member.group["mc_samples"] > 1
+            grad = self._gradient(member, copy=several and folded is None)
+            if folded is None:
+                # Samples in which the parameter took no part count with the gradient they had: zero.
+                for _ in range(self._folded_samples):
+                    folded = estimator.fold(folded, torch.zeros_like(grad))
+            self._folded[p] = estimator.fold(folded, grad)
+
+    def _gradient(self, member: _Member, copy: bool) -> Tensor:
+        p, grad = member.p, member.p.grad
+        if grad is None:
+            return torch.zeros_like(p, dtype=compute_dtype(p))
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"Parameter {member.number} has a sparse gradient, which is not supported: its posterior needs the "
+                "gradient of every element. Build the embedding with sparse=False."
+            )
+        grad = grad.detach().to(compute_dtype(p), copy=copy)
+        return -grad if member.group["maximize"] else grad
+
+    def _update(self) -> None:
+        for member in self._members():
+            p, group = member.p, member.group
+            folded = self._folded.pop(p, None)
+            if folded is None:
+                continue
+            state = self._state(member)
+            if group["betas"][0] > 0 and "momentum" not in state:
+                state["momentum"] = torch.zeros_like(state["hess"])
+            state["step"] += 1
+            new = diagonal.natural_gradient_step(
+                self._mean(p, state),
+                state["hess"],
+                state["momentum"] if group["betas"][0] > 0 else None,
+                folded.grad,
+                self._curvature(group).hess(folded, member.ess),
+                step=state["step"].to(state["hess"].dtype),
+                lr=group["lr"],
+                betas=group["betas"],
+                damping=member.prior_precision / member.ess,
+                prior_mean=member.prior_mean,
+                clip_radius=group["clip_radius"],
+            )
+            p.copy_(new.mean)
+            state["hess"].copy_(new.hess)
+            if new.momentum is not None:
+                state["momentum"].copy_(new.momentum)
+            if "mean" in state:
+                state["mean"].copy_(new.mean)
+            self._count_unusable(new.unusable)
+
+    # -- the posterior ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def posterior(
+        self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float | Tensor = 1.0
+    ) -> DiagonalPosterior:
+        """A snapshot of the posterior over ``model``'s parameters.
+
+        Names come from ``model.named_parameters()``. Parameters that the optimizer does not hold, and frozen ones,
+        are constants of the model. ``likelihood`` and ``noise_variance`` are what ``predict`` assumes by default.
+        """
+        self._refuse_inside_sample("posterior()")
+        self._leave()
+        self._report_unusable(deferred=True)
+        members = {id(member.p): member for member in self._members()}
+        named = [(name, members.pop(id(p))) for name, p in model.named_parameters() if id(p) in members]
+        if members:
+            raise ValueError(
+                f"posterior(model): {len(members)} of the optimizer's parameters are not parameters of this model. "
+                "Pass the module the optimizer was built from, or one that contains all of them."
+            )
+        sizes = {member.ess for _, member in named}
+        mean, variance, prior_mean, prior_precision = {}, {}, {}, {}
+        for name, member in named:
+            state = self.state.get(member.p) or self._new_state(member)
+            mean[name] = self._mean(member.p, state).clone()
+            damping = member.prior_precision / member.ess
+            variance[name] = diagonal.variance(state["hess"], member.ess, damping)
+            if not bool((torch.isfinite(mean[name]) & torch.isfinite(variance[name])).all()):
+                raise FloatingPointError(
+                    f"The posterior of {name!r} is not finite: its weights or curvature hold NaN or infinity. "
+                    "Go back to an earlier checkpoint and lower lr or clip the gradients."
+                )
+            prior_mean[name] = torch.as_tensor(member.prior_mean).to(mean[name]).clone()
+            prior_precision[name] = torch.as_tensor(member.prior_precision).to(mean[name]).clone()
+        return DiagonalPosterior(
+            model,
+            mean,
+            variance,
+            GaussianPrior(prior_mean, prior_precision),
+            ess=sizes.pop() if len(sizes) == 1 else None,
+            seed=self.param_groups[0]["seed"],
+            likelihood=likelihood,
+            noise_variance=noise_variance,
+        )
+
+
+def _with_noise(written: list[_Written]) -> Iterator[tuple[_Written, Tensor]]:
+    for i, eps in noise.normals_like([entry.p for entry in written], [entry.draw for entry in written]):
+        yield written[i], eps

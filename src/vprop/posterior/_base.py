@@ -1,0 +1,227 @@
+"""What every posterior answers by sampling, whatever its structure: predictions and the ELBO."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vprop.objective import LossFunction, Objective, batch_size_of, call_with_weights
+from vprop.posterior.prediction import Likelihood, Prediction, check_likelihood
+from vprop.posterior.prior import GaussianPrior
+
+
+class ElboEstimate(NamedTuple):
+    """An ELBO with its parts and its Monte Carlo error."""
+
+    value: float
+    standard_error: float
+    expected_log_likelihood: float
+    kl: float
+
+
+class Posterior(ABC):
+    """A snapshot of a Gaussian over the weights of ``model``, by parameter name.
+
+    Training on does not change it. Parameters of the model that are not in ``mean`` are constants; buffers (the
+    running statistics of BatchNorm) are part of the snapshot.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mean: dict[str, Tensor],
+        prior: GaussianPrior,
+        *,
+        ess: float | None,
+        seed: int = 0,
+        likelihood: Likelihood | None = None,
+        noise_variance: float | Tensor = 1.0,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> None:
+        check_likelihood(likelihood)
+        self.model = model
+        self.mean = mean
+        self.prior = prior
+        self.ess = ess
+        self.seed = seed
+        self.likelihood: Likelihood | None = likelihood
+        self.noise_variance = noise_variance
+        if buffers is None:
+            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        self.buffers = buffers
+        self._weight_dtypes = {name: p.dtype for name, p in model.named_parameters() if name in mean}
+        self._draws = 0
+
+    # -- what a structure provides ---------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def variance(self) -> dict[str, Tensor]:
+        """Marginal variances by parameter name."""
+
+    @abstractmethod
+    def _draw(self, seed: int, sample: int) -> dict[str, Tensor]:
+        """Draw number ``sample`` of the stream with key ``seed``, in the precision of the mean."""
+
+    @abstractmethod
+    def log_prob(self, weights: dict[str, Tensor]) -> Tensor:
+        """log q(weights), as a 0-dimensional float64 tensor."""
+
+    @abstractmethod
+    def entropy(self) -> Tensor:
+        """Entropy of q in nats."""
+
+    @abstractmethod
+    def kl(self) -> Tensor:
+        """KL(q ‖ prior) in nats, in closed form."""
+
+    @abstractmethod
+    def as_prior(self) -> dict[str, Any]:
+        """The arguments that make this posterior the prior of the next optimizer over the same parameters."""
+
+    @abstractmethod
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file; :func:`vprop.load_posterior` reads it."""
+
+    # -- sampling --------------------------------------------------------------------------------------------
+
+    @property
+    def num_parameters(self) -> int:
+        """How many weights have a posterior."""
+        return sum(mean.numel() for mean in self.mean.values())
+
+    def sample(self, seed: int | None = None) -> dict[str, Tensor]:
+        """Weights drawn from the posterior, in the model's dtypes: fits ``torch.func.functional_call``.
+
+        The same ``seed`` gives the same draw; without one every call draws afresh.
+        """
+        if seed is None:
+            self._draws += 1
+            weights = self._draw(self.seed, self._draws)
+        else:
+            weights = self._draw(seed, 0)
+        return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}
+
+    @torch.no_grad()
+    def predict(
+        self,
+        x: Any,
+        num_samples: int = 32,
+        seed: int = 0,
+        *,
+        likelihood: Likelihood | None = None,
+        noise_variance: float | Tensor | None = None,
+    ) -> Prediction:
+        """Outputs of the model, in evaluation mode, under ``num_samples`` weights drawn with ``seed``.
+
+        ``likelihood`` says what the outputs are (see :class:`Prediction`); by default what the posterior was made
+        with. The model's own weights are not touched.
+        """
+        _check_num_samples(num_samples)
+        outputs = list(self._outputs(x, num_samples, seed))
+        return Prediction(
+            torch.stack(outputs),
+            self.likelihood if likelihood is None else likelihood,
+            self.noise_variance if noise_variance is None else noise_variance,
+        )
+
+    def _outputs(self, x: Any, num_samples: int, seed: int) -> Iterator[Tensor]:
+        with _evaluation_mode(self.model):
+            for weights in self._weight_samples(num_samples, seed):
+                yield call_with_weights(self.model, weights, x)
+
+    def _weight_samples(self, num_samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        """Weights and buffers for ``functional_call``."""
+        for sample in range(num_samples):
+            weights = self._draw(seed, sample)
+            yield {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()} | self.buffers
+
+    # -- the ELBO --------------------------------------------------------------------------------------------
+
+    def elbo(
+        self,
+        objective: Objective | Iterable[Any],
+        num_samples: int = 32,
+        *,
+        loss_fn: LossFunction | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """ess·E_q[−mean loss] − KL(q ‖ prior), as a 0-dimensional float64 tensor.
+
+        ``objective`` is an :class:`vprop.Objective`, or a loader: an iterable of objectives, or of (x, y) batches
+        with ``loss_fn(model(x), y)`` their mean loss. The loss should be a true negative log-likelihood (with its
+        constants), and the objective should cover the training data: what it covers stands for all of them.
+        """
+        return torch.tensor(
+            self.elbo_estimate(objective, num_samples, loss_fn=loss_fn, seed=seed).value, dtype=torch.float64
+        )
+
+    @torch.no_grad()
+    def elbo_estimate(
+        self,
+        objective: Objective | Iterable[Any],
+        num_samples: int = 32,
+        *,
+        loss_fn: LossFunction | None = None,
+        seed: int = 0,
+    ) -> ElboEstimate:
+        """The ELBO with its two parts and the standard error of the Monte Carlo average."""
+        _check_num_samples(num_samples)
+        if self.ess is None:
+            raise ValueError(
+                "The ELBO needs one effective sample size, but the optimizer's groups have different num_data or "
+                "temperature. Use the same in all groups."
+            )
+        # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
+        losses, examples = [0.0] * num_samples, 0
+        with _evaluation_mode(self.model):
+            for x, y, batch_loss in self._batches(objective, loss_fn):
+                size = batch_size_of(y)
+                for k, weights in enumerate(self._weight_samples(num_samples, seed)):
+                    losses[k] += size * float(batch_loss(call_with_weights(self.model, weights, x), y))
+                examples += size
+        if examples == 0:
+            raise ValueError("elbo(objective): the objective has no examples. Pass an Objective or a non-empty loader.")
+        per_sample = torch.tensor(losses, dtype=torch.float64) * (-self.ess / examples)
+        spread = float(per_sample.std()) / math.sqrt(num_samples) if num_samples > 1 else math.nan
+        expected, kl = float(per_sample.mean()), float(self.kl())
+        return ElboEstimate(expected - kl, spread, expected, kl)
+
+    def _batches(
+        self, objective: Objective | Iterable[Any], loss_fn: LossFunction | None
+    ) -> Iterator[tuple[Any, Any, LossFunction]]:
+        for batch in [objective] if isinstance(objective, Objective) else objective:
+            if isinstance(batch, Objective):
+                yield batch.x, batch.y, batch.loss_fn
+            elif loss_fn is None:
+                raise ValueError(
+                    "elbo(loader) needs loss_fn: pass elbo(loader, loss_fn=...), where loss_fn(model(x), y) is the "
+                    "mean negative log-likelihood of a batch."
+                )
+            else:
+                x, y = batch
+                yield x, y, loss_fn
+
+
+def _check_num_samples(num_samples: int) -> None:
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+        raise ValueError(f"Invalid num_samples={num_samples!r}: must be an integer >= 1. 32 is the default.")
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, each submodule's own mode put back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,122 @@
+"""The diagonal Gaussian posterior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vprop import noise
+from vprop.posterior import io
+from vprop.posterior._base import Posterior
+from vprop.posterior.prior import GaussianPrior
+
+
+class DiagonalPosterior(Posterior):
+    """q(θ) = N(μ, σ²), independent over weights.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> prior = GaussianPrior({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(1.0)})
+    >>> q = DiagonalPosterior(model, {"weight": torch.zeros(1, 2)}, {"weight": torch.ones(1, 2)}, prior, ess=10.0)
+    >>> float(q.kl())
+    0.0
+    >>> q.sample(seed=3)["weight"].shape
+    torch.Size([1, 2])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mean: dict[str, Tensor],
+        variance: dict[str, Tensor],
+        prior: GaussianPrior,
+        **rest: Any,
+    ) -> None:
+        super().__init__(model, mean, prior, **rest)
+        self._variance = variance
+
+    def __repr__(self) -> str:
+        return f"DiagonalPosterior({self.num_parameters} weights in {len(self.mean)} parameters, ess={self.ess})"
+
+    @property
+    def variance(self) -> dict[str, Tensor]:
+        """σ² by parameter name."""
+        return self._variance
+
+    def _draw(self, seed: int, sample: int) -> dict[str, Tensor]:
+        names = list(self.mean)
+        means = [self.mean[name] for name in names]
+        draws = [
+            noise.Draw(seed, number, step=0, sample=sample, stream=noise.Stream.POSTERIOR)
+            for number in range(len(names))
+        ]
+        weights = dict(self.mean)  # in the order of the model
+        for i, eps in noise.normals_like(means, draws):
+            weights[names[i]] = means[i] + self._variance[names[i]].sqrt() * eps
+        return weights
+
+    @torch.no_grad()
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """log q(weights) = −½ Σ [ (θ−μ)²/σ² + log 2πσ² ]."""
+        self._check_names(weights)
+        terms = []
+        for name, mean in self.mean.items():
+            variance = self._variance[name]
+            terms.append(-0.5 * ((weights[name].to(mean) - mean).square() / variance + (2 * math.pi * variance).log()))
+        return _total(terms)
+
+    @torch.no_grad()
+    def entropy(self) -> Tensor:
+        """½ Σ log 2πeσ²."""
+        return _total([0.5 * (2 * math.pi * math.e * variance).log() for variance in self._variance.values()])
+
+    @torch.no_grad()
+    def kl(self) -> Tensor:
+        """½ Σ [ λσ² + λ(μ−m₀)² − 1 − log λσ² ]."""
+        terms = []
+        for name, mean in self.mean.items():
+            precision, distance = self.prior.precision[name], mean - self.prior.mean[name]
+            if not bool((precision > 0).all()):
+                raise ValueError(
+                    f"The KL divergence to a flat prior is infinite: {name!r} has prior_precision 0. Train with "
+                    "prior_precision > 0 for a KL or an ELBO."
+                )
+            scaled = precision * self._variance[name]
+            terms.append(0.5 * (scaled + precision * distance.square() - 1 - scaled.log()))
+        return _total(terms)
+
+    def as_prior(self) -> dict[str, list[Tensor]]:
+        """``prior_mean`` and ``prior_precision`` for the next optimizer, in the order of ``mean``.
+
+        ``Vprop(model.parameters(), num_data=..., **posterior.as_prior())`` continues from this posterior on new
+        data: with its mean as m₀ and 1/σ² as λ, one per weight.
+        """
+        return {
+            "prior_mean": [mean.clone() for mean in self.mean.values()],
+            "prior_precision": [self._variance[name].reciprocal() for name in self.mean],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file; :func:`vprop.load_posterior` reads it."""
+        io.save(self, path, structure="diagonal", extra={"variance": self._variance})
+
+    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
+        missing = sorted(set(self.mean) - set(weights))
+        if missing:
+            raise ValueError(
+                f"log_prob(weights): weights lack {missing}. Pass a dict with the names of posterior.mean."
+            )
+
+
+def _total(terms: list[Tensor]) -> Tensor:
+    """The sum of all elements, in float64 because there may be millions, on the CPU because devices may differ."""
+    total = torch.zeros((), dtype=torch.float64)
+    for term in terms:
+        wide = term.double() if term.device.type != "mps" else term
+        total += wide.sum().cpu()
+    return total

@@ -1,0 +1,101 @@
+"""Summaries of a predictive distribution from samples of the model's output."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Likelihood = Literal["categorical", "bernoulli", "gaussian"]
+
+
+def check_likelihood(likelihood: str | None) -> None:
+    """Refuse a likelihood that is not one of ours."""
+    if likelihood is not None and likelihood not in get_args(Likelihood):
+        names = ", ".join(repr(name) for name in get_args(Likelihood))
+        raise ValueError(
+            f"Invalid likelihood={likelihood!r}: must be one of {names}. Use 'categorical' for softmax logits, "
+            "'bernoulli' for sigmoid logits, 'gaussian' for regression."
+        )
+
+
+class Prediction:
+    """Model outputs under samples of the weights, and what they say.
+
+    ``samples`` has the samples first, then the shape of the model's output. For classifiers the outputs are
+    logits: ``"categorical"`` over the last dimension, ``"bernoulli"`` element by element. For regression
+    (``"gaussian"``) they are means, with ``noise_variance`` the variance of an observation around them.
+    """
+
+    def __init__(
+        self, samples: Tensor, likelihood: Likelihood | None = None, noise_variance: float | Tensor = 1.0
+    ) -> None:
+        check_likelihood(likelihood)
+        self.samples = samples
+        self.likelihood = likelihood
+        self._noise_variance = noise_variance
+
+    def __repr__(self) -> str:
+        return f"Prediction(samples={tuple(self.samples.shape)}, likelihood={self.likelihood!r})"
+
+    # -- classification --------------------------------------------------------------------------------------
+
+    @property
+    def probs(self) -> Tensor:
+        """Predictive probabilities: the mean over samples of the probabilities, not of the logits."""
+        return self._sample_probs().mean(0)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the predictive distribution, in nats: the total uncertainty of the label."""
+        return self._entropy_of(self.probs)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Mutual information of label and weights, in nats: the part of the entropy that more data would remove."""
+        expected = self._entropy_of(self._sample_probs()).mean(0)
+        return (self.entropy - expected).clamp_min(0)
+
+    def _sample_probs(self) -> Tensor:
+        self._require("categorical", "bernoulli")
+        logits = self.samples.to(torch.promote_types(self.samples.dtype, torch.float32))
+        return logits.softmax(-1) if self.likelihood == "categorical" else logits.sigmoid()
+
+    def _entropy_of(self, probs: Tensor) -> Tensor:
+        terms = torch.special.entr(probs)
+        return terms.sum(-1) if self.likelihood == "categorical" else terms + torch.special.entr(1 - probs)
+
+    # -- regression ------------------------------------------------------------------------------------------
+
+    @property
+    def mean(self) -> Tensor:
+        """Predictive mean."""
+        self._require("gaussian")
+        return self.samples.mean(0)
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Variance of the mean under the posterior: what more data would remove."""
+        self._require("gaussian")
+        return self.samples.var(0, unbiased=len(self.samples) > 1)
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """Variance of an observation around its mean: what more data would not remove."""
+        self._require("gaussian")
+        noise = torch.as_tensor(self._noise_variance, dtype=self.samples.dtype, device=self.samples.device)
+        return noise.expand(self.samples.shape[1:])
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of a new observation: epistemic plus aleatoric."""
+        return self.epistemic_variance + self.aleatoric_variance
+
+    def _require(self, *allowed: str) -> None:
+        if self.likelihood not in allowed:
+            names = " or ".join(f"likelihood={name!r}" for name in allowed)
+            raise AttributeError(
+                f"This prediction has likelihood={self.likelihood!r}; what you asked for needs {names}. Pass it to "
+                "posterior.predict(...) or to optimizer.posterior(model, ...)."
+            )

@@ -1,0 +1,16 @@
+"""In which precision the arithmetic and the optimizer state of a parameter are kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(parameter: Tensor) -> torch.dtype:
+    """float64 for float64 weights; float32 for float32, bfloat16 and float16 ones."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def needs_master_copy(parameter: Tensor) -> bool:
+    """Whether the weights are too coarse to hold the mean, which then lives in the optimizer state."""
+    return parameter.dtype != compute_dtype(parameter)
