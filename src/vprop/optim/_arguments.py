@@ -62,12 +62,12 @@ def check_group(group: dict[str, Any]) -> None:
         "1 is the Bayesian posterior, smaller values are colder (less noise).",
     )
     _number(group, "clip_radius", "a number > 0", lambda v: v > 0, 'Use float("inf") for no clipping.')
-    _betas(group["betas"])
-    _samples(group)
-    _seed(group["seed"])
     for name in ("antithetic", "centered", "maximize", "capturable"):
         if not isinstance(group[name], bool):
             raise invalid(name, group[name], "True or False", f"Pass {name}=True or leave it out.")
+    _betas(group["betas"])
+    _samples(group)
+    _seed(group["seed"])
     _implementation(group)
     _prior(group)
     _hess_init(group)

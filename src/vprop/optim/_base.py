@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,14 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from vprop.optim._arguments import check_group, invalid
 from vprop.optim._hooks import SampleHook
+from vprop.optim._ledger import Holder, Ledger
 from vprop.posterior import Likelihood, Posterior
-
-
-class _Holder(enum.Enum):
-    """Who keeps a sample in the weights, and so who may take it out."""
-
-    CALLER = "a `with optimizer.sampled_params()` block or a running closure: only its end takes the sample out"
-    HOOK = "attach(): the next step() or evaluation-mode forward takes the sample out"
 
 
 class VariationalOptimizer(Optimizer):
@@ -39,18 +32,8 @@ class VariationalOptimizer(Optimizer):
     out again, and how to fold gradients and update.
     """
 
-    # What is going on between two steps. None of it is state: a checkpoint is taken between steps.
-    _holder: _Holder | None
-    _written: object | None
-    _saved: list[tuple[Tensor, Tensor]] | None
-    _open_sample: int | None
-    _folded_samples: int
-
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._forget_samples()
-        self._evaluation_draws = 0
-        self._asked_by_grad_scaler = False
-        self._unusable: dict[torch.device, Tensor] = {}
+        self._ledger = Ledger()
         super().__init__(params, defaults)
 
     # -- what a structure provides ---------------------------------------------------------------------------
@@ -73,10 +56,6 @@ class VariationalOptimizer(Optimizer):
     @abstractmethod
     def _fold(self) -> None:
         """Fold ``p.grad`` of all parameters, the gradient at one sample, into this step's statistics."""
-
-    @abstractmethod
-    def _forget_folded(self) -> None:
-        """Drop this step's statistics."""
 
     @abstractmethod
     def _update(self) -> None:
@@ -125,7 +104,7 @@ class VariationalOptimizer(Optimizer):
         nothing of the training run changes.
         """
         if train:
-            self._enter(sample, _Holder.CALLER)
+            self._enter(sample, Holder.CALLER)
         else:
             self._enter_evaluation(sample)
         try:
@@ -134,11 +113,11 @@ class VariationalOptimizer(Optimizer):
             # A sample that was not finished must not be mistaken for one that was.
             self._leave()
             if train:
-                self._forget_samples()
+                self._ledger.forget_samples()
             raise
         self._leave()
 
-    def _enter(self, sample: int, holder: _Holder) -> None:
+    def _enter(self, sample: int, holder: Holder) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
         self._refuse_inside_sample("sampled_params()")
         self._leave()
@@ -150,9 +129,9 @@ class VariationalOptimizer(Optimizer):
                 f"in 0…{max(1, count) - 1} with mc_samples={count}",
                 "Raise mc_samples for more samples.",
             )
-        if self._open_sample is not None and sample == self._open_sample + 1:
+        if self._ledger.open_sample is not None and sample == self._ledger.open_sample + 1:
             self._fold_open_sample()
-        expected = self._folded_samples if self._open_sample is None else self._open_sample
+        expected = self._ledger.folded_samples if self._ledger.open_sample is None else self._ledger.open_sample
         if sample != expected:
             raise RuntimeError(
                 f"sampled_params({sample}): sample {expected} of this step is due. Draw the samples of a step in "
@@ -161,24 +140,24 @@ class VariationalOptimizer(Optimizer):
             )
         if count > 0:
             self._perturb(sample, None)
-        self._open_sample = sample
-        self._holder = holder
+        self._ledger.open_sample = sample
+        self._ledger.holder = holder
 
     def _enter_evaluation(self, sample: int) -> None:
         if sample != 0:
             raise invalid("sample", sample, "left out with train=False", "Every evaluation block draws afresh.")
         self._refuse_inside_sample("sampled_params(train=False)")
         self._leave()
-        self._saved = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
-        self._perturb(0, self._evaluation_draws)
-        self._holder = _Holder.CALLER
-        self._evaluation_draws += 1
+        self._ledger.saved = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+        self._perturb(0, self._ledger.evaluation_draws)
+        self._ledger.holder = Holder.CALLER
+        self._ledger.evaluation_draws += 1
 
     @torch.no_grad()
     def _perturb(self, sample: int, evaluation_draw: int | None) -> None:
         try:
-            self._written = self._plan_sample(sample, evaluation_draw)
-            self._write_sample(self._written)
+            self._ledger.plan = self._plan_sample(sample, evaluation_draw)
+            self._write_sample(self._ledger.plan)
         except BaseException:
             self._leave()
             raise
@@ -189,38 +168,30 @@ class VariationalOptimizer(Optimizer):
 
         The holder goes first: should an interrupt strike half-way, the next call carries on from there.
         """
-        self._holder = None
-        if self._saved is not None:
-            for p, mean in self._saved:
+        self._ledger.holder = None
+        if self._ledger.saved is not None:
+            for p, mean in self._ledger.saved:
                 p.copy_(mean)
-        elif self._written is not None:
-            self._restore_mean(self._written)
-        self._saved = self._written = None
+        elif self._ledger.plan is not None:
+            self._restore_mean(self._ledger.plan)
+        self._ledger.saved = self._ledger.plan = None
 
     def _fold_open_sample(self) -> None:
         """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""
         with torch.no_grad():
             self._fold()
-        self._folded_samples += 1
-        self._open_sample = None
+        self._ledger.folded_samples += 1
+        self._ledger.open_sample = None
         super().zero_grad(set_to_none=True)
 
     def discard_samples(self) -> None:
         """Forget the samples drawn for the coming step, for a batch that is given up half-way."""
         self._refuse_inside_sample("discard_samples()")
         self._leave()
-        self._forget_samples()
-
-    def _forget_samples(self) -> None:
-        self._holder = None
-        self._written = None
-        self._saved = None
-        self._open_sample = None
-        self._folded_samples = 0
-        self._forget_folded()
+        self._ledger.forget_samples()
 
     def _refuse_inside_sample(self, what: str) -> None:
-        if self._holder is _Holder.CALLER:
+        if self._ledger.holder is Holder.CALLER:
             raise RuntimeError(
                 f"{what} inside an active sample: the weights hold a draw, not the mean. Leave the "
                 "`with optimizer.sampled_params()` block (or the closure) first."
@@ -243,30 +214,30 @@ class VariationalOptimizer(Optimizer):
             loss = self._evaluate(closure)
         else:
             self._require_samples()
-        self._asked_by_grad_scaler = False
+        self._ledger.asked_by_grad_scaler = False
         self._fold()
         self._update()
-        self._forget_samples()
+        self._ledger.forget_samples()
         self._report_unusable(deferred=False)
         return loss
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        if self._asked_by_grad_scaler:
-            self._asked_by_grad_scaler = False
+        if self._ledger.asked_by_grad_scaler:
+            self._ledger.asked_by_grad_scaler = False
             raise RuntimeError(
                 "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
                 "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
             )
-        self._forget_samples()
+        self._ledger.forget_samples()
         losses = []
         for sample in range(max(1, self.mc_samples)):
-            self._enter(sample, _Holder.CALLER)
+            self._enter(sample, Holder.CALLER)
             try:
                 with torch.enable_grad():
                     losses.append(closure())
             except BaseException:
                 self._leave()
-                self._forget_samples()
+                self._ledger.forget_samples()
                 raise
             self._leave()
         if any(loss is None for loss in losses):
@@ -277,7 +248,7 @@ class VariationalOptimizer(Optimizer):
     def _require_samples(self) -> None:
         """Refuse a step whose gradients were not taken at the samples they should be taken at."""
         count = self.mc_samples
-        drawn = self._folded_samples + (self._open_sample is not None)
+        drawn = self._ledger.drawn_samples
         if count > 0 and drawn == 0:
             raise RuntimeError(
                 f"step() without a sample: mc_samples={count}, but no weights were drawn since the last step, so the "
@@ -290,8 +261,8 @@ class VariationalOptimizer(Optimizer):
                 f"step() after {drawn} of mc_samples={count} samples. Run forward and backward in "
                 f"`with optimizer.sampled_params(k):` for k = 0…{count - 1}, or pass a closure."
             )
-        if count > 1 and self._asked_by_grad_scaler:
-            self._asked_by_grad_scaler = False
+        if count > 1 and self._ledger.asked_by_grad_scaler:
+            self._ledger.asked_by_grad_scaler = False
             raise RuntimeError(
                 f"GradScaler with mc_samples={count}: it unscales the last sample's gradients only. Use mc_samples=1 "
                 "with the scaler, or bfloat16 autocast, which needs none."
@@ -300,12 +271,16 @@ class VariationalOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Tells GradScaler to unscale the gradients itself; and that it asks tells us that it is at work."""
-        self._asked_by_grad_scaler = True
+        self._ledger.asked_by_grad_scaler = True
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; between two samples of one step, fold the first one's before."""
-        if self._holder is None and self._open_sample is not None and self._open_sample + 1 < self.mc_samples:
+        if (
+            self._ledger.holder is None
+            and self._ledger.open_sample is not None
+            and self._ledger.open_sample + 1 < self.mc_samples
+        ):
             self._fold_open_sample()
         super().zero_grad(set_to_none=set_to_none)
 
@@ -333,27 +308,27 @@ class VariationalOptimizer(Optimizer):
 
     def _before_forward(self, training: bool) -> None:
         """What the hook does before each forward of the attached model."""
-        if self._holder is _Holder.CALLER:
+        if self._ledger.holder is Holder.CALLER:
             return
         if not training:
             self._leave()
-        elif self._holder is None:
-            self._enter(self._open_sample or 0, _Holder.HOOK)
+        elif self._ledger.holder is None:
+            self._enter(self._ledger.open_sample or 0, Holder.HOOK)
 
     # -- NaN and infinity ------------------------------------------------------------------------------------
 
     def _count_unusable(self, count: Tensor) -> None:
-        total = self._unusable.get(count.device)
-        self._unusable[count.device] = count if total is None else total + count
+        total = self._ledger.unusable.get(count.device)
+        self._ledger.unusable[count.device] = count if total is None else total + count
 
     def _report_unusable(self, deferred: bool) -> None:
         """Warn of gradient elements that were left out. Looking is free on a CPU and stalls the queue elsewhere."""
         if torch.compiler.is_compiling():
             return
-        for device in list(self._unusable):
+        for device in list(self._ledger.unusable):
             if not (deferred or device.type == "cpu"):
                 continue
-            count = int(self._unusable.pop(device))
+            count = int(self._ledger.unusable.pop(device))
             if count:
                 warnings.warn(
                     f"{count} gradient elements were NaN or infinite and were left out of the step: their mean and "
@@ -384,7 +359,4 @@ class VariationalOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget_samples()
-        self._evaluation_draws = getattr(self, "_evaluation_draws", 0)
-        self._asked_by_grad_scaler = False
-        self._unusable = {}
+        self._ledger = Ledger()

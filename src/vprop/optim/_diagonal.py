@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop import noise
-from vprop.curvature import CurvatureEstimator, Folded
+from vprop.curvature import CurvatureEstimator
 from vprop.functional import diagonal
 from vprop.optim._base import VariationalOptimizer
 from vprop.posterior import DiagonalPosterior, GaussianPrior, Likelihood
@@ -164,21 +164,18 @@ class DiagonalOptimizer(VariationalOptimizer):
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def _forget_folded(self) -> None:
-        self._folded: dict[Tensor, Folded] = {}
-
     def _fold(self) -> None:
         for member in self._members():
-            p, folded = member.p, self._folded.get(member.p)
+            p, folded = member.p, self._ledger.folded.get(member.p)
             if p.grad is None and folded is None:
                 continue
             estimator, several = self._curvature(member.group), member.group["mc_samples"] > 1
             grad = self._gradient(member, copy=several and folded is None)
             if folded is None:
                 # Samples in which the parameter took no part count with the gradient they had: zero.
-                for _ in range(self._folded_samples):
+                for _ in range(self._ledger.folded_samples):
                     folded = estimator.fold(folded, torch.zeros_like(grad))
-            self._folded[p] = estimator.fold(folded, grad)
+            self._ledger.folded[p] = estimator.fold(folded, grad)
 
     def _gradient(self, member: _Member, copy: bool) -> Tensor:
         p, grad = member.p, member.p.grad
@@ -195,7 +192,7 @@ class DiagonalOptimizer(VariationalOptimizer):
     def _update(self) -> None:
         for member in self._members():
             p, group = member.p, member.group
-            folded = self._folded.pop(p, None)
+            folded = self._ledger.folded.pop(p, None)
             if folded is None:
                 continue
             state = self._state(member)

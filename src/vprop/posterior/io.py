@@ -48,8 +48,9 @@ def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
 
     sections, settings = _read(path)
     parameters = dict(model.named_parameters())
-    mean = sections["mean"]
-    _check_fit(mean, parameters, path)
+    _check_fit(sections["mean"], parameters, path)
+    # A file has no order; the noise of a parameter depends on its place among the model's.
+    mean = sections["mean"] = {name: sections["mean"][name] for name in parameters if name in sections["mean"]}
     devices = {name: p.device for name, p in parameters.items()} | {n: b.device for n, b in model.named_buffers()}
     for section in sections.values():
         for name, tensor in section.items():
@@ -90,7 +91,7 @@ def _read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any
 
 
 def _check_fit(mean: dict[str, Tensor], parameters: dict[str, nn.Parameter], path: str | Path) -> None:
-    for name, tensor in mean.items():
+    for name, tensor in sorted(mean.items()):
         if name not in parameters or parameters[name].shape != tensor.shape:
             found: Any = tuple(parameters[name].shape) if name in parameters else "no such parameter"
             raise ValueError(

@@ -1,0 +1,53 @@
+"""What goes on between two steps. None of it is optimizer state: checkpoints are taken between steps."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Holder(enum.Enum):
+    """Who keeps a sample in the weights, and so who may take it out."""
+
+    CALLER = "a `with optimizer.sampled_params()` block or a running closure: only its end takes the sample out"
+    HOOK = "attach(): the next step() or evaluation-mode forward takes the sample out"
+
+
+@dataclass
+class Ledger:
+    """The samples of the coming step, and what waits to be reported.
+
+    An object of its own rather than attributes of the optimizer, because torch.compile carries out assignments to
+    the attributes of a plain object and drops those to the attributes of an optimizer.
+    """
+
+    holder: Holder | None = None
+    plan: Any = None
+    """How to take the active training sample out of the weights."""
+    saved: list[tuple[Tensor, Tensor]] | None = None
+    """Weights and copies of them, while an evaluation sample is active."""
+    open_sample: int | None = None
+    """The sample whose gradient is, or will be, in ``p.grad``."""
+    folded_samples: int = 0
+    folded: dict[Tensor, Any] = field(default_factory=dict)
+    """What the structure has folded of the samples before the open one, by parameter."""
+
+    evaluation_draws: int = 0
+    asked_by_grad_scaler: bool = False
+    unusable: dict[torch.device, Tensor] = field(default_factory=dict)
+    """Gradient elements left out and not yet reported."""
+
+    @property
+    def drawn_samples(self) -> int:
+        """How many samples of the coming step were drawn."""
+        return self.folded_samples + (self.open_sample is not None)
+
+    def forget_samples(self) -> None:
+        """Start the step over."""
+        self.holder = self.plan = self.saved = self.open_sample = None
+        self.folded_samples = 0
+        self.folded = {}

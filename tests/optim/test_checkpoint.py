@@ -1,0 +1,75 @@
+"""Interrupt and resume: every weight and state bit-identical to the run that never stopped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tests.harness import assert_same_run, make_model, train
+from tests.table import cases
+
+from vprop import Vprop
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def through_file(model, optimizer, case, path):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    checkpoint = torch.load(path, weights_only=True)
+    model = make_model(next(model.parameters()).dtype, seed=99)
+    model.load_state_dict(checkpoint["model"])
+    optimizer = case(model.parameters(), lr=0.77, seed=5)  # all of this comes from the checkpoint
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return model, optimizer
+
+
+def through_deepcopy(model, optimizer, case, path):
+    return copy.deepcopy((model, optimizer))
+
+
+def through_pickle(model, optimizer, case, path):
+    return pickle.loads(pickle.dumps((model, optimizer)))
+
+
+@pytest.mark.parametrize("way", [through_file, through_deepcopy, through_pickle])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", cases())
+def test_resume_is_exact(case, dtype, way, tmp_path):
+    never_stopped = train(case, model=make_model(dtype), steps=6)
+    interrupted = train(case, model=make_model(dtype), steps=3)
+    model, optimizer = way(*interrupted, case, tmp_path / "checkpoint.pt")
+    train(case, model=model, optimizer=optimizer, first_step=3, steps=3)
+    assert_same_run(never_stopped, (model, optimizer))
+
+
+def test_the_original_goes_on_undisturbed_by_its_copy():
+    reference = train(Vprop, num_data=50, steps=6)
+    original = train(Vprop, num_data=50, steps=3)
+    model = make_model()
+    copied = Vprop(model.parameters(), num_data=50)
+    model.load_state_dict(original[0].state_dict())
+    copied.load_state_dict(original[1].state_dict())
+    train(Vprop, model=model, optimizer=copied, first_step=7, steps=2)
+    train(Vprop, model=original[0], optimizer=original[1], first_step=3, steps=3)
+    assert_same_run(reference, original)
+
+
+def test_prior_tensors_travel_with_the_checkpoint(tmp_path):
+    def make(params, **arguments):
+        params = list(params)
+        prior = {"prior_mean": [torch.ones_like(p) for p in params], "prior_precision": [p.abs() + 1 for p in params]}
+        return Vprop(params, num_data=50, **(prior | arguments))
+
+    never_stopped, interrupted = train(make, steps=4), train(make, steps=2)
+    resumed = through_file(*interrupted, lambda params, **_: Vprop(params, num_data=1), tmp_path / "checkpoint.pt")
+    train(make, model=resumed[0], optimizer=resumed[1], first_step=2, steps=2)
+    assert_same_run(never_stopped, resumed)
+
+
+def test_a_changed_number_of_parameters_is_torchs_error():
+    _, optimizer = train(Vprop, num_data=50)
+    other = Vprop(list(make_model().parameters())[:2], num_data=50)
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        other.load_state_dict(optimizer.state_dict())

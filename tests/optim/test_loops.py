@@ -1,0 +1,189 @@
+"""The three training loops: the same result from each, and from micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.harness import LOOPS, assert_same_run, backward, make_batch, make_model, train
+from tests.table import cases
+from torch import nn
+
+from vprop import Objective, Vprop
+
+
+@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("loop", ["context", "attached"])
+def test_all_loops_give_the_same_run(case, loop):
+    if loop == "attached" and case.mc_samples > 1:
+        with pytest.raises(ValueError, match=r"mc_samples=\d: must be 0 or 1 with attach\(\)"):
+            train(case, "attached")
+        return
+    assert_same_run(train(case, "closure"), train(case, loop), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("loop", list(LOOPS))
+def test_micro_batches_equal_one_batch(case, loop):
+    if loop == "attached" and case.mc_samples > 1:
+        loop = "closure"
+    whole, parts = train(case, loop), train(case, loop, micro_batches=4)
+    assert_same_run(whole, parts, rtol=1e-4, atol=2e-6)
+
+
+def test_closure_is_called_once_per_sample_and_its_mean_loss_returned():
+    model, batch = make_model(), make_batch()
+    for mc_samples, calls in [(0, 1), (1, 1), (4, 4)]:
+        optimizer, losses = Vprop(model.parameters(), num_data=100, mc_samples=mc_samples), []
+
+        def closure(optimizer=optimizer, losses=losses):
+            optimizer.zero_grad()
+            losses.append(backward(model, [batch]))
+            return losses[-1]
+
+        returned = optimizer.step(closure)
+        assert len(losses) == calls
+        torch.testing.assert_close(returned, torch.stack(losses).mean())
+
+
+def test_closure_may_return_a_number_or_nothing():
+    model, batch = make_model(), make_batch()
+    optimizer = Vprop(model.parameters(), num_data=100, mc_samples=2)
+    for value, expected in [(1.5, 1.5), (None, None)]:
+
+        def closure(value=value):
+            optimizer.zero_grad()
+            backward(model, [batch])
+            return value
+
+        assert optimizer.step(closure) == expected
+
+
+def test_samples_of_one_step_need_not_clear_their_gradients():
+    """Between two samples the optimizer clears p.grad itself, whether or not the closure does."""
+    runs = []
+    for clear_inside in (True, False):
+        model, batch = make_model(), make_batch()
+        optimizer = Vprop(model.parameters(), num_data=100, mc_samples=3)
+        for _ in range(3):
+
+            def closure(optimizer=optimizer, model=model, batch=batch, clear=clear_inside):
+                if clear:
+                    optimizer.zero_grad()
+                return backward(model, [batch])
+
+            optimizer.step(closure)
+            optimizer.zero_grad()
+        runs.append((model, optimizer))
+    assert_same_run(*runs)
+
+
+def test_zero_grad_between_the_samples_of_a_step_loses_nothing():
+    runs = []
+    for where in ("before the step", "outside each block", "inside each block"):
+        model, batch = make_model(), make_batch()
+        optimizer = Vprop(model.parameters(), num_data=100, mc_samples=3)
+        for _ in range(3):
+            if where == "before the step":
+                optimizer.zero_grad()
+            for sample in range(3):
+                if where == "outside each block":
+                    optimizer.zero_grad()
+                with optimizer.sampled_params(sample):
+                    if where == "inside each block":
+                        optimizer.zero_grad()
+                    backward(model, [batch])
+            optimizer.step()
+        runs.append((model, optimizer))
+    assert_same_run(runs[0], runs[1])
+    assert_same_run(runs[0], runs[2])
+
+
+def test_objective_is_a_closure():
+    (x, y), model, other = make_batch(), make_model(), make_model()
+    optimizer = Vprop(model.parameters(), num_data=100, mc_samples=2)
+    reference = Vprop(other.parameters(), num_data=100, mc_samples=2)
+    for _ in range(3):
+        optimizer.step(Objective(model, F.cross_entropy, x, y))
+
+        def closure():
+            reference.zero_grad()
+            return backward(other, [(x, y)])
+
+        reference.step(closure)
+    assert_same_run((other, reference), (model, optimizer))
+
+
+def test_a_parameter_absent_from_some_samples_counts_as_zero_there():
+    """Layer drop: in sample 1 of 3 a weight takes no part, which is a gradient of zero, not a missing sample."""
+    states = []
+    for masked in (False, True):  # absent from the graph, or present with a zero factor
+        w, v = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([2.0]))
+        optimizer = Vprop([w, v], num_data=10, mc_samples=3)
+        for sample, present in enumerate([False, True, False]):
+            with optimizer.sampled_params(sample):
+                loss = w.square().sum()
+                if present or masked:
+                    loss = loss + float(present) * (3 * v).sum()
+                loss.backward()
+        optimizer.step()
+        states.append((v.detach().clone(), optimizer.state[v]["hess"].clone()))
+    torch.testing.assert_close(states[0], states[1])
+
+
+class TestAttach:
+    def test_training_forwards_see_the_sample_and_evaluation_forwards_the_mean(self):
+        model, (x, _) = make_model(), make_batch()
+        optimizer = Vprop(model.parameters(), num_data=100)
+        with torch.no_grad():
+            at_mean = model(x)
+            optimizer.attach(model)
+            sampled = model.train()(x)
+            assert torch.equal(sampled, model(x))
+            assert not torch.allclose(sampled, at_mean, atol=1e-3)
+            torch.testing.assert_close(model.eval()(x), at_mean, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(model.train()(x), sampled, rtol=1e-5, atol=1e-5)
+
+    def test_handle_removes(self):
+        model, (x, _) = make_model(), make_batch()
+        optimizer = Vprop(model.parameters(), num_data=100)
+        before = model(x)
+        optimizer.attach(model).remove()
+        assert torch.equal(model(x), before)
+
+    def test_a_model_that_is_not_the_optimizers_is_an_error(self):
+        optimizer = Vprop(make_model().parameters(), num_data=100)
+        with pytest.raises(ValueError, match=r"attach\(model\): 4 of the optimizer's parameters are not .*not a copy"):
+            optimizer.attach(make_model())
+
+    def test_copies_and_pickles_of_an_attached_model_do_not_sample(self, tmp_path):
+        import copy
+
+        model, (x, _) = make_model(), make_batch()
+        optimizer = Vprop(model.parameters(), num_data=100)
+        optimizer.attach(model)
+        weights = [p.detach().clone() for p in model.parameters()]
+        copied = copy.deepcopy(model).train()
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False).train()
+        for other in (copied, loaded):
+            assert torch.equal(other(x), other(x))
+            assert all(torch.equal(p, w) for p, w in zip(other.parameters(), weights, strict=True))
+        assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+
+    def test_closure_and_attach_together_sample_once(self):
+        plain, attached = make_model(), make_model()
+        runs = []
+        for model in (plain, attached):
+            optimizer = Vprop(model.parameters(), num_data=100)
+            if model is attached:
+                optimizer.attach(model)
+            for _ in range(3):
+
+                def closure(optimizer=optimizer, model=model):
+                    optimizer.zero_grad()
+                    return backward(model, [make_batch()])
+
+                optimizer.step(closure)
+            runs.append((model, optimizer))
+        assert_same_run(*runs)

@@ -1,0 +1,68 @@
+"""Posteriors through safetensors files."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from tests.harness import make_batch, make_model, train
+from torch import nn
+
+import vprop
+from vprop import Vprop
+
+
+def test_round_trip(tmp_path):
+    model, optimizer = train(Vprop, model=make_model(), num_data=200, temperature=0.5)
+    posterior = optimizer.posterior(model, likelihood="categorical")
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "posterior.safetensors", make_model(seed=9))
+    for name in posterior.mean:
+        assert torch.equal(loaded.mean[name], posterior.mean[name])
+        assert torch.equal(loaded.variance[name], posterior.variance[name])
+    x, _ = make_batch()
+    assert torch.equal(loaded.predict(x).probs, posterior.predict(x).probs)
+    assert torch.equal(loaded.sample()["0.bias"], posterior.sample()["0.bias"])
+    assert loaded.kl() == posterior.kl()
+    assert loaded.ess == posterior.ess == 400.0
+
+
+def test_buffers_noise_and_priors_per_weight_travel_too(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model(make_batch()[0] * 3)
+    precisions = [torch.rand_like(p) + 1 for p in model.parameters()]
+    optimizer = Vprop(model.parameters(), num_data=200, prior_precision=precisions)
+    posterior = optimizer.posterior(model, likelihood="gaussian", noise_variance=torch.tensor([0.1, 0.2, 0.3]))
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "posterior.safetensors", nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    x, _ = make_batch()
+    assert torch.equal(loaded.predict(x).variance, posterior.predict(x).variance)
+    assert loaded.kl() == posterior.kl()
+
+
+def test_another_model_is_an_error(tmp_path):
+    model, optimizer = train(Vprop, num_data=200)
+    optimizer.posterior(model).save(tmp_path / "posterior.safetensors")
+    with pytest.raises(ValueError, match=r"does not fit .* '0\.bias' of shape \(8,\), the model has \(7,\)"):
+        vprop.load_posterior(tmp_path / "posterior.safetensors", nn.Sequential(nn.Linear(4, 7)))
+    with pytest.raises(ValueError, match=r"the model has no such parameter"):
+        vprop.load_posterior(tmp_path / "posterior.safetensors", nn.Linear(4, 7))
+
+
+def test_another_file_is_an_error(tmp_path):
+    import safetensors.torch
+
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="not a posterior of this library"):
+        vprop.load_posterior(tmp_path / "other.safetensors", make_model())
+    with pytest.raises(FileNotFoundError):
+        vprop.load_posterior(tmp_path / "missing.safetensors", make_model())
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    model, optimizer = train(Vprop, num_data=200)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r'pip install "vprop\[safetensors\]"'):
+        optimizer.posterior(model).save(tmp_path / "posterior.safetensors")

@@ -1,0 +1,117 @@
+"""The table of optimizers: one row enrols an optimizer in every behaviour test.
+
+A row names the constructor and the configurations to run it with. ``configurations`` are keyword arguments on top
+of ``lr`` and ``num_data``; ``bad_arguments`` are (keyword arguments, pattern of the message) pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import vprop
+
+SHARED_BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"lr": -1.0}, r"Invalid lr=-1\.0: must be a finite number >= 0\. "),
+    ({"lr": float("nan")}, r"Invalid lr=nan: must be a finite number >= 0\. "),
+    ({"lr": "0.1"}, r"Invalid lr='0\.1': must be"),
+    ({"lr": torch.tensor(-0.5)}, r"Invalid lr=tensor\(-0\.5000\): must be"),
+    ({"num_data": 0}, r"Invalid num_data=0: must be a finite number > 0\. .*len\(train_set\)"),
+    ({"num_data": None}, r"Invalid num_data=None: must be"),
+    ({"prior_precision": -0.1}, r"Invalid prior_precision=-0\.1: must be a finite number >= 0"),
+    ({"prior_precision": float("inf")}, r"Invalid prior_precision=inf: must be"),
+    ({"prior_precision": [torch.ones(2)]}, r"Invalid prior_precision: has 1 tensors, must have one for each of .* 2 "),
+    ({"prior_mean": 0.0}, r"Invalid prior_mean=0\.0: must be None or a list"),
+    ({"prior_mean": [torch.zeros(3), torch.zeros(1)]}, r"Invalid prior_mean\[0\]: is \(3,\), must be .* \(2,\)"),
+    ({"prior_mean": [torch.full((2,), torch.nan), torch.zeros(1)]}, r"Invalid prior_mean=.* finite everywhere"),
+    ({"prior_precision": [-torch.ones(2), torch.ones(1)]}, r"Invalid prior_precision=.* >= 0 everywhere"),
+    ({"betas": (1.0, 0.9)}, r"Invalid betas\[0\]=1\.0: must be a number in \[0, 1\)"),
+    ({"betas": (0.9, -0.1)}, r"Invalid betas\[1\]=-0\.1: must be"),
+    ({"betas": 0.9}, r"Invalid betas=0\.9: must be a pair"),
+    ({"mc_samples": -1}, r"Invalid mc_samples=-1: must be an integer >= 0"),
+    ({"mc_samples": 1.5}, r"Invalid mc_samples=1\.5: must be an integer >= 0"),
+    ({"mc_samples": 1, "antithetic": True}, r"Invalid mc_samples=1: must be >= 2 when antithetic=True"),
+    ({"antithetic": 1}, r"Invalid antithetic=1: must be True or False"),
+    ({"temperature": 0.0}, r"Invalid temperature=0\.0: must be a finite number > 0"),
+    ({"hess_init": -1.0}, r"Invalid hess_init=-1\.0: must be a finite number >= 0"),
+    ({"hess_init": 0.0, "prior_precision": 0.0}, r"Invalid hess_init=0\.0: must be > 0 when prior_precision is 0"),
+    ({"clip_radius": 0.0}, r"Invalid clip_radius=0\.0: must be a number > 0"),
+    ({"clip_radius": float("nan")}, r"Invalid clip_radius=nan: must be a number > 0"),
+    ({"seed": -1}, r"Invalid seed=-1: must be an integer in \[0, 2\*\*64\)"),
+    ({"seed": 0.5}, r"Invalid seed=0\.5: must be an integer"),
+    ({"maximize": "yes"}, r"Invalid maximize='yes': must be True or False"),
+    ({"fused": True}, r"Invalid fused=True: must be None or False in this version"),
+    ({"foreach": True}, r"Invalid foreach=True: must be None or False in this version"),
+    ({"foreach": "all"}, r"Invalid foreach='all': must be None, True or False"),
+]
+
+
+@dataclass
+class OptimizerInfo:
+    """A row of the table."""
+
+    constructor: Callable[..., vprop.VariationalOptimizer]
+    configurations: dict[str, dict[str, Any]]
+    bad_arguments: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.constructor.__name__
+
+
+TABLE = [
+    OptimizerInfo(
+        vprop.Vprop,
+        configurations={
+            "0": {"mc_samples": 0},
+            "1": {},
+            "3": {"mc_samples": 3},
+            "2-antithetic": {"mc_samples": 2, "antithetic": True},
+            "3-antithetic": {"mc_samples": 3, "antithetic": True},
+            "4-centered-pairs": {"mc_samples": 4, "antithetic": True, "centered": True},
+            "3-centered": {"mc_samples": 3, "centered": True},
+            "1-momentum": {"betas": (0.9, 0.99), "prior_precision": 3.0, "temperature": 0.5, "clip_radius": 0.2},
+        },
+        bad_arguments=[
+            ({"mc_samples": 1, "centered": True}, r"Invalid mc_samples=1: must be >= 2 when centered=True"),
+            (
+                {"mc_samples": 3, "centered": True, "antithetic": True},
+                r"Invalid mc_samples=3: must be even when antithetic=True and centered=True\. Use mc_samples=4",
+            ),
+        ],
+    ),
+]
+
+
+@dataclass
+class Case:
+    """One optimizer in one configuration: what a behaviour test receives."""
+
+    info: OptimizerInfo
+    arguments: dict[str, Any]
+
+    def __call__(self, params: Any, **overrides: Any) -> vprop.VariationalOptimizer:
+        return self.info.constructor(params, **({"lr": 0.05, "num_data": 200} | self.arguments | overrides))
+
+    @property
+    def mc_samples(self) -> int:
+        return self.arguments.get("mc_samples", 1)
+
+
+def cases(at_most_samples: int | None = None, first_only: bool = False) -> list[Any]:
+    """All (optimizer, configuration) pairs as pytest parameters."""
+    chosen = []
+    for info in TABLE:
+        for label, arguments in info.configurations.items():
+            if at_most_samples is not None and arguments.get("mc_samples", 1) > at_most_samples:
+                continue
+            if first_only and arguments.get("mc_samples", 1) != 1:
+                continue
+            chosen.append(pytest.param(Case(info, arguments), id=f"{info.name}-{label}"))
+            if first_only:
+                break
+    return chosen
