@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.harness import assert_same_run, make_batch, make_model, train
-from tests.table import cases
 from torch.amp import GradScaler
 
+from tests.harness import assert_same_run, make_batch, make_model, train
+from tests.table import cases
 from vprop import Vprop
 
 ONE_SAMPLE = cases(at_most_samples=1)

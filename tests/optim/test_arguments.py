@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.table import SHARED_BAD_ARGUMENTS, TABLE
 from torch import nn
+
+from tests.table import SHARED_BAD_ARGUMENTS, TABLE
 
 ROWS = [(info, *bad) for info in TABLE for bad in SHARED_BAD_ARGUMENTS + info.bad_arguments]
 

@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 import torch
+
 from tests.harness import assert_same_run, make_model, train
 from tests.table import cases
-
 from vprop import Vprop
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.harness import LOOPS, assert_same_run, backward, make_batch, make_model, train
-from tests.table import cases
 from torch import nn
 
+from tests.harness import LOOPS, assert_same_run, backward, make_batch, make_model, train
+from tests.table import cases
 from vprop import Objective, Vprop
 
 

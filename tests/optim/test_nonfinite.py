@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from tests.table import cases
 from torch import nn
 
+from tests.table import cases
 from vprop import Vprop
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.harness import assert_same_run, backward, everything, make_batch, make_model, train
 from tests.table import cases
-
 from vprop import Vprop, noise
 
 

@@ -7,10 +7,11 @@ import inspect
 
 import pytest
 import torch
-from tests.harness import assert_same_run, closure_step, context_step, make_batch, make_model, train
-from tests.table import cases
 from torch._dynamo.testing import CompileCounter
 from torch.optim import lr_scheduler
+
+from tests.harness import assert_same_run, closure_step, context_step, make_batch, make_model, train
+from tests.table import cases
 
 ARGUMENTS = {
     "LambdaLR": {"lr_lambda": lambda epoch: 0.9**epoch},

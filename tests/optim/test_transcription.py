@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.reference import NaiveVprop
 
+from tests.reference import NaiveVprop
 from vprop import Vprop
 from vprop.noise import Draw, normal
 

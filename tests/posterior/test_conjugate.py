@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.reference import conjugate_elbo, conjugate_regression_posterior, mean_field_optimum
 from torch import nn
 
+from tests.reference import conjugate_elbo, conjugate_regression_posterior, mean_field_optimum
 from vprop import Objective, Vprop
 
 NOISE_VARIANCE, PRIOR_PRECISION = 0.25, 2.0

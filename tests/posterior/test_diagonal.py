@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributions as D
 import torch.nn.functional as F
-from tests.harness import make_batch, make_model, train
 from torch import nn
 
+from tests.harness import make_batch, make_model, train
 from vprop import Objective, Vprop
 
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from tests.harness import make_batch, make_model, train
 from torch import nn
 
 import vprop
+from tests.harness import make_batch, make_model, train
 from vprop import Vprop
 
 

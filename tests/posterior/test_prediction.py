@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.harness import make_batch, make_model, train
 
+from tests.harness import make_batch, make_model, train
 from vprop import Prediction, Vprop
 
 LOGITS = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

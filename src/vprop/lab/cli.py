@@ -1,0 +1,52 @@
+"""The ``vprop`` command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+except ImportError:
+    sys.exit('The vprop command needs the lab extra: pip install "vprop[lab]"')
+
+import vprop
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.callback()
+def _describe() -> None:
+    """PyTorch optimizers that perform Gaussian variational inference."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the plots and demo.json.")] = Path("out"),
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps only, to see that it runs.")] = False,
+) -> None:
+    """What a posterior adds: a regression with error bars, and a digit classifier that knows what it does not know."""
+    from vprop.lab.demo import run
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"cannot write to {out}: {error.strerror}. Choose another folder with --out."
+        ) from error
+    run(out, quick=quick)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(vprop.__version__)
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)

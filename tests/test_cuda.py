@@ -1,0 +1,174 @@
+"""What only a GPU can show. Run with `make test-cuda`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.harness import assert_same_run, make_batch, make_model, split, train
+from tests.table import cases
+from vprop import Vprop, load_posterior
+from vprop.noise import Draw, normal, normals_like
+
+pytestmark = pytest.mark.cuda
+
+
+def to_cpu(model, optimizer):
+    """The run with its tensors on the CPU, to compare."""
+    twin = make_model(next(model.parameters()).dtype)
+    twin.load_state_dict(model.state_dict())
+    other = Vprop(twin.parameters(), num_data=1)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        other.state[q] = {key: value.cpu() for key, value in optimizer.state[p].items()}
+    return twin, other
+
+
+def train_on(device, case, steps=4, dtype=torch.float32, **arguments):
+    model = make_model(dtype).to(device)
+    optimizer = case(model.parameters(), **arguments)
+    for step in range(steps):
+        x, y = (tensor.to(device) for tensor in make_batch(dtype=dtype, seed=step))
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x).float(), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return model, optimizer
+
+
+def test_noise_is_the_same_to_float32_rounding():
+    draw = Draw(seed=3, parameter=2, step=5, sample=1)
+    cpu, cuda = normal(0, 1_000_003, draw), normal(0, 1_000_003, draw, device="cuda").cpu()
+    assert (cpu - cuda).abs().max() < 5e-6
+    parameters = [torch.zeros(3, 5, device="cuda"), torch.zeros(7, device="cuda")]
+    for i, noise in normals_like(parameters, [Draw(1, i, torch.tensor(4, device="cuda")) for i in range(2)]):
+        expected = normal(0, parameters[i].numel(), Draw(1, i, 4)).view(parameters[i].shape)
+        torch.testing.assert_close(noise.cpu(), expected, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_same_run_on_both_devices(case):
+    assert_same_run(train_on("cpu", case), to_cpu(*train_on("cuda", case)), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", cases(first_only=True))
+def test_half_precision(case, dtype):
+    model, optimizer = train_on("cuda", case, dtype=dtype)
+    assert all(optimizer.state[p]["mean"].dtype == torch.float32 for p in model.parameters())
+
+
+def test_mixed_devices_in_one_optimizer():
+    on_cpu, on_cuda = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = Vprop([on_cpu, on_cuda], num_data=10, lr=0.1, seed=0)
+    for _ in range(3):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = on_cpu.square().sum() + on_cuda.square().sum().cpu()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert (on_cpu < 1).all()
+    assert (on_cuda < 1).all()
+
+
+def test_a_checkpoint_moves_between_devices():
+    case = cases(first_only=True)[0].values[0]
+    reference = train(case, steps=2)
+    model = make_model().cuda()
+    model.load_state_dict(reference[0].state_dict())
+    optimizer = case(model.parameters())
+    optimizer.load_state_dict(reference[1].state_dict())
+    state = optimizer.state[model[0].weight]
+    assert state["hess"].device.type == "cuda"
+    assert state["step"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("case", cases(at_most_samples=1))
+def test_cuda_graph_draws_fresh_noise_in_every_replay(case):
+    """capturable: sample, forward, backward and step in one graph; replays equal the eager run."""
+    batch = [tensor.cuda() for tensor in make_batch()]
+
+    def one_step(model, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+        with optimizer.sampled_params():
+            F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    eager_model, model = make_model().cuda(), make_model().cuda()
+    eager, optimizer = (
+        case(m.parameters(), capturable=True, lr=torch.tensor(0.05).cuda()) for m in (eager_model, model)
+    )
+    for _ in range(8):
+        one_step(eager_model, eager)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            one_step(model, optimizer)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one_step(model, optimizer)
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_same_run(to_cpu(eager_model, eager), to_cpu(model, optimizer), rtol=1e-5, atol=1e-6)
+
+
+def test_grad_scaler_with_autocast():
+    model = make_model().cuda()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    scaler = torch.amp.GradScaler("cuda")
+    for step in range(5):
+        x, y = (tensor.cuda() for tensor in make_batch(seed=step))
+        optimizer.zero_grad()
+        with optimizer.sampled_params(), torch.autocast("cuda", torch.float16):
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert all((optimizer.state[p]["hess"] < 10).all() for p in model.parameters())
+
+
+def test_bad_gradients_are_reported_when_the_posterior_is_asked_for():
+    model = make_model().cuda()
+    optimizer = Vprop(model.parameters(), num_data=100, mc_samples=0)
+    F.cross_entropy(model(make_batch()[0].cuda()), make_batch()[1].cuda()).backward()
+    model[0].bias.grad[0] = torch.nan
+    optimizer.step()
+    with pytest.warns(RuntimeWarning, match="1 gradient elements were NaN or infinite"):
+        optimizer.posterior(model)
+
+
+@pytest.mark.parametrize("case", cases(first_only=True))
+def test_compiled_by_inductor(case):
+    torch._dynamo.reset()
+    runs = []
+    for compiled in (False, True):
+        model = make_model().cuda()
+        optimizer = case(model.parameters())
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step)
+        for step in range(4):
+            with optimizer.sampled_params():
+                for x, y in split(make_batch(seed=step), 1):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+            optimizer.step()
+        runs.append(to_cpu(model, optimizer))
+    assert_same_run(*runs, rtol=1e-4, atol=1e-5)
+
+
+def test_posterior_files_move_between_devices(tmp_path):
+    model, optimizer = train_on("cuda", Vprop, num_data=100)
+    posterior = optimizer.posterior(model, likelihood="categorical")
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = load_posterior(tmp_path / "posterior.safetensors", make_model())
+    x, _ = make_batch()
+    torch.testing.assert_close(loaded.predict(x).probs, posterior.predict(x.cuda()).probs.cpu(), rtol=1e-4, atol=1e-5)
