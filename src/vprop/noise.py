@@ -146,14 +146,15 @@ def _batch(parameters: Sequence[Tensor], draws: Sequence[Draw], members: list[in
     blocks = torch.cat([torch.arange(n, dtype=torch.int64, device=device) for n in block_counts])
 
     def per_block(words: list[Word]) -> Word:
-        if all(isinstance(word, int) for word in words):
-            if len(set(words)) == 1:
-                return words[0]
-            column = torch.tensor(words, dtype=torch.int64, device=device)
-        else:
-            column = torch.stack([torch.as_tensor(word, dtype=torch.int64, device=device) for word in words])
-        repeats = torch.tensor(block_counts, device=device)
-        return column.repeat_interleave(repeats, output_size=blocks.numel())
+        if isinstance(words[0], int) and all(word == words[0] for word in words):
+            return words[0]
+        # Filled on the device: a copy from the host could not be captured in a CUDA graph.
+        return torch.cat(
+            [
+                torch.full((n,), word, dtype=torch.int64, device=device) if isinstance(word, int) else word.expand(n)
+                for word, n in zip(words, block_counts, strict=True)
+            ]
+        )
 
     shared = draws[members[0]]._replace(
         parameter=per_block([draws[i].parameter for i in members]),

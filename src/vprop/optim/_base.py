@@ -318,18 +318,19 @@ class VariationalOptimizer(Optimizer):
     # -- NaN and infinity ------------------------------------------------------------------------------------
 
     def _count_unusable(self, count: Tensor) -> None:
-        total = self._ledger.unusable.get(count.device)
-        self._ledger.unusable[count.device] = count if total is None else total + count
+        total = self._ledger.unusable.setdefault(count.device, torch.zeros_like(count))
+        total += count
 
     def _report_unusable(self, deferred: bool) -> None:
         """Warn of gradient elements that were left out. Looking is free on a CPU and stalls the queue elsewhere."""
         if torch.compiler.is_compiling():
             return
-        for device in list(self._ledger.unusable):
+        for device, total in self._ledger.unusable.items():
             if not (deferred or device.type == "cpu"):
                 continue
-            count = int(self._ledger.unusable.pop(device))
+            count = int(total)
             if count:
+                total.zero_()  # in place: a captured CUDA graph goes on counting here
                 warnings.warn(
                     f"{count} gradient elements were NaN or infinite and were left out of the step: their mean and "
                     "curvature are unchanged. Look for an overflow in the loss, lower lr, or clip the gradients.",
