@@ -40,7 +40,7 @@ def naive_philox(counter, key):
     return c
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     index=st.integers(0, 2**34 - 1),
     parameter=st.integers(0, 2**32 - 1),

@@ -72,14 +72,14 @@ def test_the_papers_updates(mc_samples):
         np.testing.assert_allclose(hess, naive_hess, rtol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_data=st.sampled_from([1, 20, 345, 60_000]),
     temperature=st.sampled_from([0.1, 1.0, 3.0]),
     prior_precision=st.one_of(st.sampled_from([1e-5, 1.0, 50.0]), st.just(np.linspace(0.5, 4, 6))),
     prior_mean=st.sampled_from([None, np.linspace(-1, 1, 6)]),
     lr=st.sampled_from([1e-3, 0.1, 1.0]),
-    betas=st.tuples(st.sampled_from([0.0, 0.9]), st.sampled_from([0.0, 0.9, 0.999])),
+    betas=st.tuples(st.sampled_from([0.0, 0.9]), st.sampled_from([0.5, 0.9, 0.999])),
     samples=st.sampled_from(SAMPLES),
     hess_init=st.sampled_from([0.1, 1.0, 10.0]),
     clip_radius=st.sampled_from([float("inf"), 0.05]),

@@ -33,6 +33,7 @@ class Reliability(NamedTuple):
 def reliability(probs: Tensor, labels: Tensor, bins: int = 10) -> Reliability:
     """Confidence of the predicted class against how often it is right, in ``bins`` bins of equal width.
 
+    >>> import torch
     >>> reliability(torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])).expected_calibration_error
     0.25
     """
