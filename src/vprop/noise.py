@@ -111,9 +111,9 @@ def normal(
 def normals_like(parameters: Sequence[Tensor], draws: Sequence[Draw]) -> Iterator[tuple[int, Tensor]]:
     """The noise of whole parameters, each in its shape, on its device and in the precision of its arithmetic.
 
-    Yields (position, noise) in no particular order, generating as it goes, so that only a bounded piece of the
-    noise exists at a time. Small parameters share Philox calls: a network has many of them, and a call costs a
-    hundred small torch operations whatever its length.
+    Yields (position, noise) in no particular order, generating as it goes, so that the noise of one large parameter
+    or of a batch of small ones exists at a time. Small parameters share Philox calls: a network has many of them,
+    and a call costs a hundred small torch operations whatever its length.
 
     >>> weight, bias = torch.zeros(3, 5), torch.zeros(5)
     >>> noises = dict(normals_like([weight, bias], [Draw(1, parameter=0, step=7), Draw(1, parameter=1, step=7)]))

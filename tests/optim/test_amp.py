@@ -127,5 +127,18 @@ def test_grad_scaler_with_several_samples_is_an_error():
     for sample in range(2):
         with optimizer.sampled_params(sample):
             scaler.scale(F.cross_entropy(model(make_batch()[0]), make_batch()[1])).backward()
+    model[0].weight.grad[0, 0] = torch.inf  # also when the step would be skipped
     with pytest.raises(RuntimeError, match=r"GradScaler with mc_samples=2: .*Use mc_samples=1.*bfloat16"):
         scaler.step(optimizer)
+
+
+def test_after_a_skipped_step_an_unscaled_closure_is_welcome():
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    scaler = GradScaler("cpu")
+    forward_backward(optimizer, model, "context", scaler.scale)
+    model[0].weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    train(Vprop, model=model, optimizer=optimizer, steps=1)
+    assert int(optimizer.state[model[0].weight]["step"]) == 1

@@ -73,3 +73,55 @@ def test_a_changed_number_of_parameters_is_torchs_error():
     other = Vprop(list(make_model().parameters())[:2], num_data=50)
     with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
         other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("target", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_checkpoint_of_another_precision(source, target):
+    """The state takes the precision that the new weights call for, and training goes on."""
+    model, optimizer = train(Vprop, model=make_model(source), num_data=50, steps=2)
+    other = make_model(target)
+    other.load_state_dict(model.state_dict())
+    resumed = Vprop(other.parameters(), num_data=50)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.posterior(other).mean["0.weight"].dtype == (
+        torch.float64 if target == torch.float64 else torch.float32
+    )
+    train(Vprop, model=other, optimizer=resumed, first_step=2, steps=2)
+    reference = train(Vprop, num_data=50, steps=4)
+    for p, q in zip(other.parameters(), reference[0].parameters(), strict=True):
+        assert ("mean" in resumed.state[p]) == (target == torch.bfloat16)
+        assert int(resumed.state[p]["step"]) == 4
+        torch.testing.assert_close(p.float(), q, rtol=0.1, atol=0.02)
+
+
+def test_load_hooks_of_others_are_respected():
+    _, optimizer = train(Vprop, num_data=50, steps=2)
+    model = make_model()
+    other = Vprop(model.parameters(), num_data=50)
+
+    def double(_, state_dict):
+        state = {key: value | {"hess": 2 * value["hess"]} for key, value in state_dict["state"].items()}
+        return state_dict | {"state": state}
+
+    other.register_load_state_dict_pre_hook(double)
+    other.load_state_dict(optimizer.state_dict())
+    original = next(iter(optimizer.state.values()))["hess"]
+    assert torch.equal(other.state[model[0].weight]["hess"], 2 * original)
+
+
+def test_numpy_hyperparameters_survive_a_checkpoint(tmp_path):
+    import numpy as np
+
+    model, optimizer = train(Vprop, num_data=np.int64(50), seed=np.int64(3), lr=np.float64(0.1))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    assert torch.load(tmp_path / "optimizer.pt", weights_only=True)["param_groups"][0]["num_data"] == 50
+    optimizer.posterior(model).save(tmp_path / "posterior.safetensors")
+
+
+def test_a_checkpoint_with_impossible_hyperparameters_is_refused():
+    _, optimizer = train(Vprop, num_data=50)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["mc_samples"] = -3
+    with pytest.raises(ValueError, match=r"Invalid mc_samples=-3"):
+        Vprop(make_model().parameters(), num_data=50).load_state_dict(state)

@@ -51,6 +51,16 @@ def test_overflow_of_the_squared_gradient_counts_as_infinite():
     assert torch.isfinite(optimizer.state[w]["hess"]).all()
 
 
+def test_a_step_to_infinity_is_left_out():
+    """A finite gradient and a finite curvature can still make a step beyond float32."""
+    w = nn.Parameter(torch.ones(2))
+    optimizer = Vprop([w], num_data=1, mc_samples=0, lr=1e32, prior_precision=0.0, hess_init=1e-20)
+    w.grad = torch.tensor([1e-5, 0.0])
+    with pytest.warns(RuntimeWarning, match="1 gradient elements"):
+        optimizer.step()
+    assert w.tolist() == [1.0, 1.0]
+
+
 def test_a_posterior_that_is_not_finite_is_an_error():
     model = nn.Linear(2, 1)
     optimizer = Vprop(model.parameters(), num_data=10)

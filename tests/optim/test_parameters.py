@@ -221,6 +221,44 @@ def test_mixed_dtypes_in_one_optimizer():
     assert all((p < 1).all() for p in parameters)
 
 
+def test_momentum_switched_on_later_starts_at_the_gradient():
+    """β₁ from 0 to 0.9 after ten steps: the first debiased average is the gradient itself; and off again drops it."""
+    w = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = Vprop([w], lr=0.1, num_data=10, mc_samples=0, prior_precision=0.0)
+    moves = []
+    for step_number in range(12):
+        if step_number == 10:
+            optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        if step_number == 11:
+            optimizer.param_groups[0]["betas"] = (0.0, 0.999)
+        w.grad = torch.full_like(w, 0.1)
+        before = w.detach().clone()
+        optimizer.step()
+        moves.append(float((before - w.detach())[0]) * float(optimizer.state[w]["hess"][0]))
+    assert moves == pytest.approx([0.1 * 0.1] * 12)
+    assert "momentum" not in optimizer.state[w]
+
+
+def test_one_element_lr_with_a_zero_dimensional_parameter():
+    w = nn.Parameter(torch.tensor(1.0))
+    rate = torch.tensor([0.1])
+    optimizer = Vprop([w], lr=rate, num_data=10)
+    step(optimizer, lambda: w.square())
+    assert w < 1
+    rate.zero_()  # still the user's tensor
+    before = w.item()
+    step(optimizer, lambda: w.square())
+    assert w.item() == pytest.approx(before, abs=1e-6)
+
+
+def test_a_group_added_after_a_prior_per_weight_has_the_usual_prior():
+    w, v = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    optimizer = Vprop([w], num_data=10, prior_mean=[torch.ones(2)], prior_precision=[torch.full((2,), 3.0)])
+    optimizer.add_param_group({"params": [v]})
+    assert optimizer.param_groups[1]["prior_mean"] is None
+    assert optimizer.param_groups[1]["prior_precision"] == 1.0
+
+
 def test_maximize_is_the_negated_loss():
     runs = []
     for maximize in (False, True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -47,6 +49,15 @@ def test_a_sample_has_the_posteriors_distribution():
             eps = noise.normal(0, p.numel(), noise.Draw(0, number, step=3)).view(p.shape)
             expected = posterior.mean[name] + posterior.variance[name].sqrt() * eps
             torch.testing.assert_close(p.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_under_inference_mode_before_the_first_step():
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    with torch.inference_mode(), optimizer.sampled_params():
+        model(make_batch()[0])
+    train(Vprop, model=model, optimizer=optimizer, steps=2)
+    assert not optimizer.state[model[0].weight]["hess"].is_inference()
 
 
 def test_antithetic_pairs_mirror_each_other():
@@ -154,14 +165,37 @@ class TestErrorsOfUse:
             optimizer.step()
 
     def test_samples_out_of_order(self):
-        optimizer = Vprop(make_model().parameters(), num_data=100, mc_samples=3)
+        model = make_model()
+        optimizer = Vprop(model.parameters(), num_data=100, mc_samples=3)
         with pytest.raises(RuntimeError, match=r"sampled_params\(1\): sample 0 of this step is due"):
             optimizer.sampled_params(1).__enter__()
         for sample in (0, 1):
             with optimizer.sampled_params(sample):
-                pass
+                backward(model, [make_batch()])
         with pytest.raises(RuntimeError, match=r"sampled_params\(0\): sample 1 .* all micro-batches of one sample"):
             optimizer.sampled_params(0).__enter__()
+
+    def test_a_gradient_thrown_away_between_samples(self):
+        model = make_model()
+        optimizer = Vprop(model.parameters(), num_data=100, mc_samples=2)
+        with optimizer.sampled_params(0):
+            backward(model, [make_batch()])
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"Sample 0 has no gradient\..*optimizer\.zero_grad\(\)"):
+            optimizer.sampled_params(1).__enter__()
+
+    def test_copying_inside_a_sample(self):
+        optimizer = Vprop(make_model().parameters(), num_data=100)
+        with optimizer.sampled_params(), pytest.raises(RuntimeError, match=r"cannot be copied .*discard_samples\(\)"):
+            copy.deepcopy(optimizer)
+
+    @pytest.mark.parametrize(("centered", "antithetic"), [(True, True), (True, False), (False, True)])
+    def test_groups_edited_into_what_cannot_work(self, centered, antithetic):
+        model = make_model()
+        optimizer = Vprop(model.parameters(), num_data=100, mc_samples=2, centered=centered, antithetic=antithetic)
+        optimizer.param_groups[0]["mc_samples"] = 1
+        with pytest.raises(ValueError, match=r"Invalid mc_samples=1: must be >= 2 when"):
+            optimizer.step(lambda: backward(model, [make_batch()]))
 
     @pytest.mark.parametrize("mc_samples", [0, 1, 2])
     def test_sample_number_out_of_range(self, mc_samples):

@@ -83,7 +83,9 @@ def test_seeds_of_samples(trained):
     posterior = trained[1].posterior(trained[0])
     assert torch.equal(posterior.sample(seed=4)["0.weight"], posterior.sample(seed=4)["0.weight"])
     assert not torch.equal(posterior.sample(seed=4)["0.weight"], posterior.sample(seed=5)["0.weight"])
-    assert not torch.equal(posterior.sample()["0.weight"], posterior.sample()["0.weight"])
+    unseeded = [posterior.sample(), posterior.sample(), trained[1].posterior(trained[0]).sample()]
+    seeded = [posterior.sample(seed=0), trained[1].posterior(trained[0]).sample(seed=0)]
+    assert len({float(weights["0.bias"][0]) for weights in unseeded + seeded}) == 4
 
 
 def test_samples_have_the_models_dtypes():
@@ -102,6 +104,21 @@ def test_as_prior_is_the_next_optimizers_prior(trained):
     for name in posterior.mean:
         torch.testing.assert_close(prior.mean[name], posterior.mean[name])
         torch.testing.assert_close(1 / prior.precision[name], posterior.variance[name])
+
+
+def test_as_prior_and_frozen_parameters():
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    prior = Vprop(model.parameters(), num_data=10).posterior(model).as_prior()
+    with pytest.raises(ValueError, match=r"has 3 tensors, must have one for each of the group's 4.*require a gradient"):
+        Vprop(model.parameters(), num_data=10, **prior)
+    Vprop([p for p in model.parameters() if p.requires_grad], num_data=10, **prior)
+
+
+def test_nothing_to_have_a_posterior_is_an_error():
+    model = make_model().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"none of the optimizer's parameters requires a gradient"):
+        Vprop(model.parameters(), num_data=10).posterior(model)
 
 
 def test_a_flat_prior_has_no_kl():

@@ -86,6 +86,28 @@ def test_predict():
         posterior.predict(x, num_samples=0)
 
 
+def test_bad_noise_variance_and_outputs_that_are_no_tensors():
+    with pytest.raises(ValueError, match=r"Invalid noise_variance=-1\.0: must be >= 0\. It is the variance, not"):
+        Prediction(LOGITS, "gaussian", -1.0)
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make_model()
+
+        def forward(self, x):
+            return {"logits": self.inner(x)}
+
+    model = Wrapped()
+    posterior = Vprop(model.parameters(), num_data=10).posterior(model)
+    with pytest.raises(TypeError, match=r"returns a tensor, this one returns dict\. Wrap it"):
+        posterior.predict(make_batch()[0])
+
+
+def test_half_precision_regression_is_summarised_in_float32():
+    assert Prediction(LOGITS.to(torch.bfloat16), "gaussian", 0.1).variance.dtype == torch.float32
+
+
 def test_dropout_is_off_in_predictions():
     model = torch.nn.Sequential(make_model(), torch.nn.Dropout(0.5)).train()
     posterior = Vprop(model.parameters(), num_data=200).posterior(model)

@@ -42,7 +42,7 @@ class Step(NamedTuple):
     hess: Tensor
     momentum: Tensor | None
     unusable: Tensor
-    """How many elements were left out because their gradient or curvature was not finite (0-dim int64)."""
+    """How many elements were left out because they would not have been finite (0-dim int64)."""
 
 
 def natural_gradient_step(
@@ -61,18 +61,22 @@ def natural_gradient_step(
 ) -> Step:
     """One step from ĝ (``grad``) and ĥ (``hess_estimate``), the averages over this step's samples.
 
-    ``step`` counts from 1. ``momentum`` is ``None`` when β₁ = 0. An element whose ĝ or ĥ is NaN or infinite keeps
-    its mean, curvature and momentum: one bad gradient must not turn the posterior into NaN, nor (h = ∞) silently
-    freeze a weight for ever.
+    ``step`` counts from 1. ``momentum`` is ``None`` when β₁ = 0. An element that would
+    become NaN or infinite keeps its mean, curvature and momentum: one bad gradient must not ruin the posterior, nor
+    (h = ∞) silently freeze a weight for ever.
     """
     beta1, beta2 = betas
-    usable = torch.isfinite(grad) & torch.isfinite(hess_estimate)
-    new_hess = torch.where(usable, torch.lerp(hess, hess_estimate, 1 - beta2), hess)
+    new_hess = torch.lerp(hess, hess_estimate, 1 - beta2)
     new_momentum, debiased = None, grad
     if momentum is not None:
-        new_momentum = torch.where(usable, torch.lerp(momentum, grad, 1 - beta1), momentum)
+        new_momentum = torch.lerp(momentum, grad, 1 - beta1)
         debiased = new_momentum / (1 - beta1**step)
     direction = (debiased + damping * (mean - prior_mean)) / (new_hess + damping)
     new_mean = mean - lr * direction.clamp(-clip_radius, clip_radius)
-    unusable = (~usable).sum()
-    return Step(torch.where(usable, new_mean, mean), new_hess, new_momentum, unusable)
+    usable = torch.isfinite(grad) & torch.isfinite(new_hess) & torch.isfinite(new_mean)
+    return Step(
+        torch.where(usable, new_mean, mean),
+        torch.where(usable, new_hess, hess),
+        None if momentum is None or new_momentum is None else torch.where(usable, new_momentum, momentum),
+        (~usable).sum(),
+    )

@@ -44,8 +44,11 @@ def check_parameters(params: Sequence[Tensor]) -> None:
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Check one parameter group and put its prior into the form that the updates read."""
+    """Check one parameter group and put its values into the form that the updates read."""
     check_parameters(group["params"])
+    for name, value in group.items():
+        if is_number(value):  # NumPy's numbers would end up in checkpoints
+            group[name] = int(value) if isinstance(value, Integral) else float(value)
     _number(group, "lr", "a finite number >= 0", lambda v: 0 <= v < math.inf, "0.1 is a good first try.")
     _number(
         group,
@@ -66,7 +69,7 @@ def check_group(group: dict[str, Any]) -> None:
         if not isinstance(group[name], bool):
             raise invalid(name, group[name], "True or False", f"Pass {name}=True or leave it out.")
     _betas(group["betas"])
-    _samples(group)
+    check_samples(group)
     _seed(group["seed"])
     _implementation(group)
     _prior(group)
@@ -76,6 +79,7 @@ def check_group(group: dict[str, Any]) -> None:
 def _number(group: dict[str, Any], name: str, allowed: str, accept: Callable[[float], bool], remedy: str) -> None:
     value = group[name]
     if isinstance(value, Tensor) and value.numel() == 1 and name == "lr":
+        group[name] = value.reshape(())  # a view: whoever changes the tensor changes the rate
         value = value.item()
     if not is_number(value) or not accept(value):
         raise invalid(name, group[name], allowed, remedy)
@@ -91,7 +95,8 @@ def _betas(betas: Any) -> None:
             raise invalid(f"betas[{i}]", beta, "a number in [0, 1)", remedy)
 
 
-def _samples(group: dict[str, Any]) -> None:
+def check_samples(group: dict[str, Any]) -> None:
+    """Check the number of samples against what the other arguments need of it."""
     count, antithetic, centered = group["mc_samples"], group["antithetic"], group["centered"]
     if not is_number(count, whole=True) or count < 0:
         raise invalid(
@@ -159,7 +164,8 @@ def _per_parameter(name: str, tensors: Sequence[Any], params: Sequence[Tensor]) 
     if len(tensors) != len(params):
         raise ValueError(
             f"Invalid {name}: has {len(tensors)} tensors, must have one for each of the group's {len(params)} "
-            "parameters, in their order. With several groups, give each group's dict its own list."
+            "parameters, in their order. With several groups, give each group's dict its own list; with frozen "
+            "parameters, of which posterior.as_prior() has none, pass only those that require a gradient."
         )
     copies = []
     for i, (tensor, p) in enumerate(zip(tensors, params, strict=True)):

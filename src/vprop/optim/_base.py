@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
-from torch.utils.hooks import RemovableHandle
 
-from vprop.optim._arguments import check_group, invalid
-from vprop.optim._hooks import SampleHook
+from vprop.optim._arguments import check_group, check_samples, invalid
+from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder, Ledger
 from vprop.posterior import Likelihood, Posterior
+from vprop.precision import compute_dtype
 
 
 class VariationalOptimizer(Optimizer):
@@ -35,6 +35,10 @@ class VariationalOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._ledger = Ledger()
         super().__init__(params, defaults)
+        # Lists go with the parameters of the constructor; a group added later has its own or the usual prior.
+        for name, usual in (("prior_mean", None), ("prior_precision", 1.0)):
+            if isinstance(self.defaults[name], list | tuple):
+                self.defaults[name] = usual
 
     # -- what a structure provides ---------------------------------------------------------------------------
 
@@ -82,6 +86,8 @@ class VariationalOptimizer(Optimizer):
     @property
     def mc_samples(self) -> int:
         """Samples per step; one number for all groups, because a sample covers all weights at once."""
+        for group in self.param_groups:
+            check_samples(group)  # groups can be edited at any time, and no samples means no curvature
         counts = {group["mc_samples"] for group in self.param_groups}
         if len(counts) > 1:
             raise invalid(
@@ -90,7 +96,7 @@ class VariationalOptimizer(Optimizer):
                 "the same in all parameter groups",
                 "A sample covers all groups at once.",
             )
-        return int(counts.pop())
+        return counts.pop()
 
     # -- samples ---------------------------------------------------------------------------------------------
 
@@ -103,24 +109,42 @@ class VariationalOptimizer(Optimizer):
         mean. With ``train=False`` the draw is a fresh one for evaluation: the weights come back bit for bit, and
         nothing of the training run changes.
         """
-        if train:
-            self._enter(sample, Holder.CALLER)
-        else:
-            self._enter_evaluation(sample)
+        self._refuse_inside_sample("sampled_params()")
+        with self._active_sample(sample) if train else self._active_evaluation(sample):
+            yield
+
+    @contextmanager
+    def _active_sample(self, sample: int) -> Iterator[None]:
+        """A sample of the coming step, for a block of code."""
         try:
+            self._enter(sample, Holder.CALLER)
             yield
         except BaseException:
             # A sample that was not finished must not be mistaken for one that was.
             self._leave()
-            if train:
-                self._ledger.forget_samples()
+            self._ledger.forget_samples()
             raise
         self._leave()
 
+    @contextmanager
+    def _active_evaluation(self, sample: int) -> Iterator[None]:
+        """A draw for evaluation, for a block of code."""
+        if sample != 0:
+            raise invalid("sample", sample, "left out with train=False", "Every evaluation block draws afresh.")
+        self._leave()
+        try:
+            self._ledger.saved = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+            self._perturb(0, self._ledger.evaluation_draws)
+            self._ledger.holder = Holder.CALLER
+            self._ledger.evaluation_draws += 1
+            yield
+        finally:
+            self._leave()
+
     def _enter(self, sample: int, holder: Holder) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
-        self._refuse_inside_sample("sampled_params()")
         self._leave()
+        self._ledger.asked_by_grad_scaler = False
         count = self.mc_samples
         if not 0 <= sample < max(1, count):
             raise invalid(
@@ -143,24 +167,15 @@ class VariationalOptimizer(Optimizer):
         self._ledger.open_sample = sample
         self._ledger.holder = holder
 
-    def _enter_evaluation(self, sample: int) -> None:
-        if sample != 0:
-            raise invalid("sample", sample, "left out with train=False", "Every evaluation block draws afresh.")
-        self._refuse_inside_sample("sampled_params(train=False)")
-        self._leave()
-        self._ledger.saved = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
-        self._perturb(0, self._ledger.evaluation_draws)
-        self._ledger.holder = Holder.CALLER
-        self._ledger.evaluation_draws += 1
-
-    @torch.no_grad()
     def _perturb(self, sample: int, evaluation_draw: int | None) -> None:
-        try:
-            self._ledger.plan = self._plan_sample(sample, evaluation_draw)
-            self._write_sample(self._ledger.plan)
-        except BaseException:
-            self._leave()
-            raise
+        # State made here outlives the block that asked for a sample, so it must not be inference tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                self._ledger.plan = self._plan_sample(sample, evaluation_draw)
+                self._write_sample(self._ledger.plan)
+            except BaseException:
+                self._leave()
+                raise
 
     @torch.no_grad()
     def _leave(self) -> None:
@@ -178,6 +193,12 @@ class VariationalOptimizer(Optimizer):
 
     def _fold_open_sample(self) -> None:
         """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""
+        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"Sample {self._ledger.open_sample} has no gradient. Call backward() inside its block, and between two "
+                "samples clear gradients with optimizer.zero_grad(), which keeps the sample's (model.zero_grad() "
+                "throws it away)."
+            )
         with torch.no_grad():
             self._fold()
         self._ledger.folded_samples += 1
@@ -231,15 +252,8 @@ class VariationalOptimizer(Optimizer):
         self._ledger.forget_samples()
         losses = []
         for sample in range(max(1, self.mc_samples)):
-            self._enter(sample, Holder.CALLER)
-            try:
-                with torch.enable_grad():
-                    losses.append(closure())
-            except BaseException:
-                self._leave()
-                self._ledger.forget_samples()
-                raise
-            self._leave()
+            with self._active_sample(sample), torch.enable_grad():
+                losses.append(closure())
         if any(loss is None for loss in losses):
             return None
         losses = [loss.detach() if isinstance(loss, Tensor) else loss for loss in losses]
@@ -261,16 +275,15 @@ class VariationalOptimizer(Optimizer):
                 f"step() after {drawn} of mc_samples={count} samples. Run forward and backward in "
                 f"`with optimizer.sampled_params(k):` for k = 0…{count - 1}, or pass a closure."
             )
-        if count > 1 and self._ledger.asked_by_grad_scaler:
-            self._ledger.asked_by_grad_scaler = False
-            raise RuntimeError(
-                f"GradScaler with mc_samples={count}: it unscales the last sample's gradients only. Use mc_samples=1 "
-                "with the scaler, or bfloat16 autocast, which needs none."
-            )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Tells GradScaler to unscale the gradients itself; and that it asks tells us that it is at work."""
+        if self.mc_samples > 1:
+            raise RuntimeError(
+                f"GradScaler with mc_samples={self.mc_samples}: it unscales the last sample's gradients only. Use "
+                "mc_samples=1 with the scaler, or bfloat16 autocast, which needs none."
+            )
         self._ledger.asked_by_grad_scaler = True
         return False
 
@@ -282,13 +295,19 @@ class VariationalOptimizer(Optimizer):
             and self._ledger.open_sample + 1 < self.mc_samples
         ):
             self._fold_open_sample()
+        self._ledger.asked_by_grad_scaler = False
         super().zero_grad(set_to_none=set_to_none)
 
-    def attach(self, model: nn.Module) -> RemovableHandle:
+    def attach(self, model: nn.Module) -> Attachment:
         """Sample in a training loop that is not yours to change.
 
         From now on a forward of ``model`` in training mode sees a sample, the same one until the next
-        :meth:`step`; a forward in evaluation mode sees the mean. Returns a handle whose ``remove()`` detaches.
+        :meth:`step`; a forward in evaluation mode sees the mean, and so do ``state_dict()`` and
+        ``load_state_dict()`` of the model. Returns a handle whose ``remove()`` detaches. An optimizer that was
+        attached to the model before is detached.
+
+        Between a forward and :meth:`step` the weights hold the sample. After an interrupt there,
+        :meth:`discard_samples` puts the mean back.
         """
         if self.mc_samples > 1:
             raise invalid(
@@ -304,7 +323,7 @@ class VariationalOptimizer(Optimizer):
                 f"attach(model): {foreign} of the optimizer's parameters are not parameters of this model. Attach the "
                 "module the optimizer was built from (not a copy), or one that contains all of them."
             )
-        return model.register_forward_pre_hook(SampleHook(self, model))
+        return Attachment(self, model)
 
     def _before_forward(self, training: bool) -> None:
         """What the hook does before each forward of the attached model."""
@@ -314,6 +333,10 @@ class VariationalOptimizer(Optimizer):
             self._leave()
         elif self._ledger.holder is None:
             self._enter(self._ledger.open_sample or 0, Holder.HOOK)
+
+    def _leave_attached_sample(self) -> None:
+        if self._ledger.holder is not Holder.CALLER:
+            self._leave()
 
     # -- NaN and infinity ------------------------------------------------------------------------------------
 
@@ -349,14 +372,35 @@ class VariationalOptimizer(Optimizer):
         """As torch's, but the state keeps its precision: torch would round it to that of bfloat16 weights."""
         self._refuse_inside_sample("load_state_dict()")
         self._leave()
-        super().load_state_dict(state_dict)
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        loaded = state_dict
+
+        def see_what_other_hooks_made_of_it(_: Optimizer, final: dict[str, Any]) -> None:
+            nonlocal loaded
+            loaded = final
+
+        handle = self.register_load_state_dict_pre_hook(see_what_other_hooks_made_of_it)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         members = [(group, p) for group in self.param_groups for p in group["params"]]
         for saved_id, (group, p) in zip(saved_ids, members, strict=True):
-            for key, value in state_dict["state"].get(saved_id, {}).items():
-                if isinstance(value, Tensor):
-                    device = "cpu" if key == "step" and not group["capturable"] else p.device
-                    self.state[p][key] = value.detach().to(device=device, copy=True)
+            for key, value in loaded["state"].get(saved_id, {}).items():
+                if key == "step":
+                    self.state[p][key] = value.to(p.device if group["capturable"] else "cpu", copy=True)
+                else:
+                    self.state[p][key] = value.to(device=p.device, dtype=compute_dtype(p), copy=True)
+        for group in self.param_groups:
+            check_group(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._ledger.plan is not None or self._ledger.saved is not None:
+            raise RuntimeError(
+                "The optimizer cannot be copied or pickled while a sample is in the weights: the copy's weights would "
+                "keep the noise. Copy after step(), or call optimizer.discard_samples() first."
+            )
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -91,11 +91,20 @@ class DiagonalOptimizer(VariationalOptimizer):
             state["mean"] = p.detach().to(compute_dtype(p), copy=True)
         return state
 
+    def _peek_state(self, member: _Member) -> dict[str, Tensor]:
+        """The state of a parameter, or what it would be, without keeping it."""
+        state = self.state.get(member.p, {})
+        if state and needs_master_copy(member.p) == ("mean" in state):
+            return state
+        # None yet, or one from a checkpoint whose weights had another precision.
+        complete = self._new_state(member) | state
+        if not needs_master_copy(member.p):
+            complete.pop("mean", None)
+        return complete
+
     def _state(self, member: _Member) -> dict[str, Tensor]:
-        state = self.state[member.p]
-        if not state:
-            state.update(self._new_state(member))
-        return state
+        self.state[member.p] = self._peek_state(member)
+        return self.state[member.p]
 
     def _mean(self, p: Tensor, state: dict[str, Tensor]) -> Tensor:
         """μ, while no sample is active.
@@ -113,10 +122,8 @@ class DiagonalOptimizer(VariationalOptimizer):
     def _plan_sample(self, sample: int, evaluation_draw: int | None) -> list[_Written]:
         plan = []
         for member in self._members():
-            if evaluation_draw is None:
-                state = self._state(member)
-            else:  # must leave no trace, so it looks at a state that it does not keep
-                state = self.state.get(member.p) or self._new_state(member)
+            # Evaluation must leave no trace, so it looks at a state that it does not keep.
+            state = self._state(member) if evaluation_draw is None else self._peek_state(member)
             mean = None
             if "mean" in state:
                 mean = self._mean(member.p, state)
@@ -196,13 +203,18 @@ class DiagonalOptimizer(VariationalOptimizer):
             if folded is None:
                 continue
             state = self._state(member)
-            if group["betas"][0] > 0 and "momentum" not in state:
-                state["momentum"] = torch.zeros_like(state["hess"])
+            beta1 = group["betas"][0]
+            if beta1 == 0:
+                state.pop("momentum", None)
+            elif "momentum" not in state:
+                # Zero at the first step. Later it starts as if all gradients so far had been this one, so that the
+                # debiased average does too.
+                state["momentum"] = folded.grad * (1 - beta1 ** state["step"].to(state["hess"].dtype))
             state["step"] += 1
             new = diagonal.natural_gradient_step(
                 self._mean(p, state),
                 state["hess"],
-                state["momentum"] if group["betas"][0] > 0 else None,
+                state.get("momentum"),
                 folded.grad,
                 self._curvature(group).hess(folded, member.ess),
                 step=state["step"].to(state["hess"].dtype),
@@ -241,10 +253,14 @@ class DiagonalOptimizer(VariationalOptimizer):
                 f"posterior(model): {len(members)} of the optimizer's parameters are not parameters of this model. "
                 "Pass the module the optimizer was built from, or one that contains all of them."
             )
+        if not named:
+            raise ValueError(
+                "posterior(model): none of the optimizer's parameters requires a gradient, so none has a posterior."
+            )
         sizes = {member.ess for _, member in named}
         mean, variance, prior_mean, prior_precision = {}, {}, {}, {}
         for name, member in named:
-            state = self.state.get(member.p) or self._new_state(member)
+            state = self._peek_state(member)
             mean[name] = self._mean(member.p, state).clone()
             damping = member.prior_precision / member.ess
             variance[name] = diagonal.variance(state["hess"], member.ess, damping)
@@ -262,6 +278,7 @@ class DiagonalOptimizer(VariationalOptimizer):
             GaussianPrior(prior_mean, prior_precision),
             ess=sizes.pop() if len(sizes) == 1 else None,
             seed=self.param_groups[0]["seed"],
+            snapshot=self._ledger.next_snapshot(),
             likelihood=likelihood,
             noise_variance=noise_variance,
         )

@@ -1,19 +1,21 @@
-"""The hook that lets an attached model see samples."""
+"""The hooks that let an attached model see samples, and that keep samples out of its checkpoints."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from vprop.optim._base import VariationalOptimizer
 
 
-class SampleHook:
-    """A forward pre-hook that asks the optimizer for a sample.
+class _Hook:
+    """A hook that asks an optimizer, for one model only.
 
     It holds weak references, and copies of it do nothing: a deep copy of an attached model (an average of the
     weights, say) must not write samples into the original's weights, and a pickled model must not drag the
@@ -21,18 +23,68 @@ class SampleHook:
     """
 
     def __init__(self, optimizer: VariationalOptimizer | None = None, model: nn.Module | None = None) -> None:
-        self._optimizer = weakref.ref(optimizer) if optimizer is not None else _nothing
-        self._model = weakref.ref(model) if model is not None else _nothing
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer) if optimizer is not None else _nothing
+        self._model: Callable[[], Any] = weakref.ref(model) if model is not None else _nothing
+
+    def _optimizer_of(self, module: nn.Module) -> VariationalOptimizer | None:
+        return self._optimizer() if module is self._model() else None
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return type(self), ()
+
+
+class _BeforeForward(_Hook):
+    attachment: Attachment | None = None
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Before the forward of ``module``."""
-        optimizer = self._optimizer()
-        if optimizer is not None and module is self._model():
+        """Training mode: put the sample in. Evaluation mode: take it out."""
+        optimizer = self._optimizer_of(module)
+        if optimizer is not None:
             optimizer._before_forward(module.training)
 
-    def __reduce__(self) -> tuple[type[SampleHook], tuple[()]]:
-        return SampleHook, ()
+
+class _AfterForward(_Hook):
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Without a result the forward raised: there will be no backward, so take the sample out."""
+        optimizer = self._optimizer_of(module)
+        if optimizer is not None and result is None:
+            optimizer._leave_attached_sample()
+
+
+class _BeforeStateDict(_Hook):
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        """What is saved is the mean; and what is loaded must not have noise subtracted from it later."""
+        optimizer = self._optimizer_of(module)
+        if optimizer is not None:
+            optimizer._leave_attached_sample()
+
+
+class Attachment:
+    """What ``attach`` returns: ``remove()`` takes a sample out of the weights and detaches."""
+
+    def __init__(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        for hook in list(model._forward_pre_hooks.values()):
+            if isinstance(hook, _BeforeForward) and hook.attachment is not None:
+                hook.attachment.remove()  # an earlier optimizer's, or our own: only one can sample
+        before = _BeforeForward(optimizer, model)
+        before.attachment = self
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(before),
+            model.register_forward_hook(_AfterForward(optimizer, model), always_call=True),
+            model.register_state_dict_pre_hook(_BeforeStateDict(optimizer, model)),
+            model.register_load_state_dict_pre_hook(_BeforeStateDict(optimizer, model)),
+        ]
+
+    def remove(self) -> None:
+        """Detach; the weights are the mean afterwards."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._leave_attached_sample()
+        for handle in self._handles:
+            handle.remove()
 
 
 def _nothing() -> None:

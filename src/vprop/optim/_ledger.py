@@ -37,6 +37,7 @@ class Ledger:
     """What the structure has folded of the samples before the open one, by parameter."""
 
     evaluation_draws: int = 0
+    snapshots: int = 0
     asked_by_grad_scaler: bool = False
     unusable: dict[torch.device, Tensor] = field(default_factory=dict)
     """Gradient elements left out and not yet reported."""
@@ -45,6 +46,11 @@ class Ledger:
     def drawn_samples(self) -> int:
         """How many samples of the coming step were drawn."""
         return self.folded_samples + (self.open_sample is not None)
+
+    def next_snapshot(self) -> int:
+        """A number for the next posterior object, so that each draws its own samples."""
+        self.snapshots += 1
+        return self.snapshots
 
     def forget_samples(self) -> None:
         """Start the step over."""

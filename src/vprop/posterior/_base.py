@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,16 +42,18 @@ class Posterior(ABC):
         *,
         ess: float | None,
         seed: int = 0,
+        snapshot: int = 1,
         likelihood: Likelihood | None = None,
         noise_variance: float | Tensor = 1.0,
         buffers: dict[str, Tensor] | None = None,
     ) -> None:
-        check_likelihood(likelihood)
+        check_likelihood(likelihood, noise_variance)
         self.model = model
         self.mean = mean
         self.prior = prior
         self.ess = ess
         self.seed = seed
+        self.snapshot = snapshot
         self.likelihood: Likelihood | None = likelihood
         self.noise_variance = noise_variance
         if buffers is None:
@@ -67,8 +70,11 @@ class Posterior(ABC):
         """Marginal variances by parameter name."""
 
     @abstractmethod
-    def _draw(self, seed: int, sample: int) -> dict[str, Tensor]:
-        """Draw number ``sample`` of the stream with key ``seed``, in the precision of the mean."""
+    def _draw(self, seed: int, sample: int, snapshot: int = 0) -> dict[str, Tensor]:
+        """Draw number ``sample`` of the stream with key ``seed``, in the precision of the mean.
+
+        ``snapshot`` 0 is for draws that the caller gave a seed for.
+        """
 
     @abstractmethod
     def log_prob(self, weights: dict[str, Tensor]) -> Tensor:
@@ -88,7 +94,11 @@ class Posterior(ABC):
 
     @abstractmethod
     def save(self, path: str | Path) -> None:
-        """Write to a safetensors file; :func:`vprop.load_posterior` reads it."""
+        """Write to a safetensors file; :func:`vprop.load_posterior` reads it.
+
+        Parameters without a posterior (frozen ones, or those of a model that the optimizer holds only a part of)
+        are not saved: the model given to ``load_posterior`` must have them.
+        """
 
     # -- sampling --------------------------------------------------------------------------------------------
 
@@ -103,8 +113,8 @@ class Posterior(ABC):
         The same ``seed`` gives the same draw; without one every call draws afresh.
         """
         if seed is None:
+            weights = self._draw(self.seed, self._draws, self.snapshot)
             self._draws += 1
-            weights = self._draw(self.seed, self._draws)
         else:
             weights = self._draw(seed, 0)
         return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}
@@ -126,6 +136,11 @@ class Posterior(ABC):
         """
         _check_num_samples(num_samples)
         outputs = list(self._outputs(x, num_samples, seed))
+        if not isinstance(outputs[0], Tensor):
+            raise TypeError(
+                f"predict needs a model that returns a tensor, this one returns {type(outputs[0]).__name__}. Wrap it "
+                "in a module whose forward picks the tensor out (for Hugging Face: the .logits)."
+            )
         return Prediction(
             torch.stack(outputs),
             self.likelihood if likelihood is None else likelihood,
@@ -211,7 +226,7 @@ class Posterior(ABC):
 
 
 def _check_num_samples(num_samples: int) -> None:
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+    if isinstance(num_samples, bool) or not isinstance(num_samples, Integral) or int(num_samples) < 1:
         raise ValueError(f"Invalid num_samples={num_samples!r}: must be an integer >= 1. 32 is the default.")
 
 

@@ -48,11 +48,11 @@ class DiagonalPosterior(Posterior):
         """σ² by parameter name."""
         return self._variance
 
-    def _draw(self, seed: int, sample: int) -> dict[str, Tensor]:
+    def _draw(self, seed: int, sample: int, snapshot: int = 0) -> dict[str, Tensor]:
         names = list(self.mean)
         means = [self.mean[name] for name in names]
         draws = [
-            noise.Draw(seed, number, step=0, sample=sample, stream=noise.Stream.POSTERIOR)
+            noise.Draw(seed, number, step=snapshot, sample=sample, stream=noise.Stream.POSTERIOR)
             for number in range(len(names))
         ]
         weights = dict(self.mean)  # in the order of the model

@@ -10,13 +10,18 @@ from torch import Tensor
 Likelihood = Literal["categorical", "bernoulli", "gaussian"]
 
 
-def check_likelihood(likelihood: str | None) -> None:
-    """Refuse a likelihood that is not one of ours."""
+def check_likelihood(likelihood: str | None, noise_variance: float | Tensor) -> None:
+    """Refuse a likelihood that is not one of ours, and a variance that is none."""
     if likelihood is not None and likelihood not in get_args(Likelihood):
         names = ", ".join(repr(name) for name in get_args(Likelihood))
         raise ValueError(
             f"Invalid likelihood={likelihood!r}: must be one of {names}. Use 'categorical' for softmax logits, "
             "'bernoulli' for sigmoid logits, 'gaussian' for regression."
+        )
+    if not bool((torch.as_tensor(noise_variance) >= 0).all()):
+        raise ValueError(
+            f"Invalid noise_variance={noise_variance!r}: must be >= 0. It is the variance, not its logarithm, of an "
+            "observation around its mean."
         )
 
 
@@ -31,7 +36,7 @@ class Prediction:
     def __init__(
         self, samples: Tensor, likelihood: Likelihood | None = None, noise_variance: float | Tensor = 1.0
     ) -> None:
-        check_likelihood(likelihood)
+        check_likelihood(likelihood, noise_variance)
         self.samples = samples
         self.likelihood = likelihood
         self._noise_variance = noise_variance
@@ -59,7 +64,7 @@ class Prediction:
 
     def _sample_probs(self) -> Tensor:
         self._require("categorical", "bernoulli")
-        logits = self.samples.to(torch.promote_types(self.samples.dtype, torch.float32))
+        logits = self._wide_samples()
         return logits.softmax(-1) if self.likelihood == "categorical" else logits.sigmoid()
 
     def _entropy_of(self, probs: Tensor) -> Tensor:
@@ -72,25 +77,28 @@ class Prediction:
     def mean(self) -> Tensor:
         """Predictive mean."""
         self._require("gaussian")
-        return self.samples.mean(0)
+        return self._wide_samples().mean(0)
 
     @property
     def epistemic_variance(self) -> Tensor:
         """Variance of the mean under the posterior: what more data would remove."""
         self._require("gaussian")
-        return self.samples.var(0, unbiased=len(self.samples) > 1)
+        return self._wide_samples().var(0, unbiased=len(self.samples) > 1)
 
     @property
     def aleatoric_variance(self) -> Tensor:
         """Variance of an observation around its mean: what more data would not remove."""
         self._require("gaussian")
-        noise = torch.as_tensor(self._noise_variance, dtype=self.samples.dtype, device=self.samples.device)
-        return noise.expand(self.samples.shape[1:])
+        return torch.as_tensor(self._noise_variance).to(self._wide_samples()).expand(self.samples.shape[1:])
 
     @property
     def variance(self) -> Tensor:
         """Variance of a new observation: epistemic plus aleatoric."""
         return self.epistemic_variance + self.aleatoric_variance
+
+    def _wide_samples(self) -> Tensor:
+        """Outputs of half-precision models are summarised in float32."""
+        return self.samples.to(torch.promote_types(self.samples.dtype, torch.float32))
 
     def _require(self, *allowed: str) -> None:
         if self.likelihood not in allowed:
