@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vprop.bundles import bundle_limit, bundles
 from vprop.precision import compute_dtype
 
 Word = int | Tensor
@@ -97,9 +98,9 @@ def normal(
     True
     """
     out = torch.empty(stop - start, dtype=dtype, device=device)
-    stop_block = -(-stop // _LANES)
-    for first_block in range(start // _LANES, stop_block, _chunk_size(out.device)):
-        last_block = min(first_block + _chunk_size(out.device), stop_block)
+    stop_block, chunk = -(-stop // _LANES), bundle_limit(out.device) // _LANES
+    for first_block in range(start // _LANES, stop_block, chunk):
+        last_block = min(first_block + chunk, stop_block)
         blocks = torch.arange(first_block, last_block, dtype=torch.int64, device=device)
         values = torch.stack(_four_normals(blocks, draw, dtype), dim=-1).flatten()
         offset = first_block * _LANES
@@ -120,23 +121,22 @@ def normals_like(parameters: Sequence[Tensor], draws: Sequence[Draw]) -> Iterato
     >>> torch.equal(noises[1], normal(0, 5, Draw(1, parameter=1, step=7)))
     True
     """
-    batches: dict[tuple, list[int]] = {}
-    for i, (parameter, draw) in enumerate(zip(parameters, draws, strict=True)):
-        dtype, size, limit = (
-            compute_dtype(parameter),
-            parameter.numel(),
-            _LANES * _chunk_size(parameter.device),
-        )
-        if size > limit:
-            yield i, normal(0, size, draw, device=parameter.device, dtype=dtype).view(parameter.shape)
-            continue
-        batch = batches.setdefault((parameter.device, dtype, draw.seed, draw.sample, draw.stream), [])
-        if sum(parameters[j].numel() for j in batch) + size > limit:
-            yield from _batch(parameters, draws, batch)
-            batch.clear()
-        batch.append(i)
-    for batch in batches.values():
-        yield from _batch(parameters, draws, batch)
+
+    def kind(i: int) -> tuple:
+        parameter, draw = parameters[i], draws[i]
+        return parameter.device, compute_dtype(parameter), draw.seed, draw.sample, draw.stream
+
+    def limit(i: int) -> int:
+        return bundle_limit(parameters[i].device)
+
+    for members in bundles(range(len(parameters)), kind=kind, size=lambda i: parameters[i].numel(), limit=limit):
+        first = members[0]
+        parameter, size = parameters[first], parameters[first].numel()
+        if size > limit(first):
+            dtype = compute_dtype(parameter)
+            yield first, normal(0, size, draws[first], device=parameter.device, dtype=dtype).view(parameter.shape)
+        else:
+            yield from _batch(parameters, draws, members)
 
 
 def _batch(parameters: Sequence[Tensor], draws: Sequence[Draw], members: list[int]) -> Iterator[tuple[int, Tensor]]:
@@ -190,8 +190,3 @@ def _box_muller(radius_word: Tensor, angle_word: Tensor, dtype: torch.dtype) -> 
     signed = torch.where(angle_word >= 2**31, angle_word - 2**32, angle_word)
     angle = signed.to(dtype).mul_(math.pi * 2.0**-31)
     return radius * angle.cos(), radius * angle.sin()
-
-
-def _chunk_size(device: torch.device) -> int:
-    """Philox calls at a time: on a CPU they stay in its cache, elsewhere they keep the int64 temporaries small."""
-    return 1 << 15 if device.type == "cpu" else 1 << 22

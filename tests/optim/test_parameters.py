@@ -259,6 +259,33 @@ def test_a_group_added_after_a_prior_per_weight_has_the_usual_prior():
     assert optimizer.param_groups[1]["prior_precision"] == 1.0
 
 
+@pytest.mark.parametrize("foreach", [True, None])
+@pytest.mark.parametrize("case", cases())
+def test_foreach_changes_no_bit(case, foreach):
+    """Parameters of different shapes, strides, dtypes and ages, with a prior per weight, together and one at a time."""
+    runs = []
+    for choice in (False, foreach):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(3, 4), (), (0,), (2, 3, 4, 4), (7,), (5,)]
+        tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+        tensors[0] = tensors[0].t()
+        tensors[3] = tensors[3].contiguous(memory_format=torch.channels_last)
+        tensors[5] = tensors[5].double()
+        parameters = [nn.Parameter(tensor) for tensor in tensors]
+        coarse = nn.Parameter(torch.randn(6, generator=generator).to(torch.bfloat16))
+        prior = {
+            "prior_mean": [torch.randn(p.shape, generator=generator) for p in parameters],
+            "prior_precision": [torch.rand(p.shape, generator=generator) + 0.5 for p in parameters],
+        }
+        optimizer = case([{"params": parameters, **prior}, {"params": [coarse]}], foreach=choice)
+        for number in range(4):
+            taking_part = parameters[: 2 if number == 1 else None]  # the others have fewer steps behind them
+            step(optimizer, lambda ps=[*taking_part, coarse]: sum((p.double() * 1.3).sin().sum() for p in ps))
+        runs.append([*parameters, coarse] + [t for p in parameters for t in optimizer.state[p].values()])
+    assert len(runs[0]) == len(runs[1])
+    assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
+
+
 def test_maximize_is_the_negated_loss():
     runs = []
     for maximize in (False, True):

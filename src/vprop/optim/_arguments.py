@@ -129,10 +129,10 @@ def _implementation(group: dict[str, Any]) -> None:
     for name in ("foreach", "fused"):
         if group[name] not in (None, True, False):
             raise invalid(name, group[name], "None, True or False", "None lets the library choose.")
+    if group["foreach"] and group["fused"]:
+        raise invalid("fused", True, "None or False with foreach=True", "Ask for one implementation, or for none.")
     if group["fused"]:
         raise invalid("fused", True, "None or False in this version", "There is no fused kernel yet; leave it out.")
-    if group["foreach"]:
-        raise invalid("foreach", True, "None or False in this version", "There is one portable path; leave it out.")
 
 
 def _prior(group: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vprop import noise
-from vprop.curvature import CurvatureEstimator
+from vprop.bundles import bundle_limit, bundles, gather, gather_or_number, scatter_
+from vprop.curvature import CurvatureEstimator, Folded
 from vprop.functional import diagonal
 from vprop.optim._base import VariationalOptimizer
 from vprop.posterior import DiagonalPosterior, GaussianPrior, Likelihood
@@ -38,6 +40,11 @@ class _Member(NamedTuple):
         return precision[self.position] if isinstance(precision, list) else precision
 
     @property
+    def damping(self) -> float | Tensor:
+        """δ = λ/ess."""
+        return self.prior_precision / self.ess
+
+    @property
     def prior_mean(self) -> float | Tensor:
         means = self.group["prior_mean"]
         return 0.0 if means is None else means[self.position]
@@ -59,6 +66,28 @@ class _Written:
 
     def offset(self, eps: Tensor) -> Tensor:
         return diagonal.perturbation(self.hess, eps, self.ess, self.damping).mul_(self.sign)
+
+
+class _Ready(NamedTuple):
+    """A parameter whose samples are folded."""
+
+    member: _Member
+    state: dict[str, Tensor]
+    folded: Folded
+
+    def kind(self) -> tuple:
+        """What parameters must share to be updated together."""
+        return id(self.member.group), self.member.p.device, self.member.p.dtype
+
+    def size(self) -> int:
+        return self.member.p.numel()
+
+    def limit(self) -> float:
+        """How many elements may be updated together."""
+        foreach = self.member.group["foreach"]
+        if foreach is None:
+            return bundle_limit(self.member.p.device)
+        return math.inf if foreach else 0
 
 
 class DiagonalOptimizer(VariationalOptimizer):
@@ -157,8 +186,7 @@ class DiagonalOptimizer(VariationalOptimizer):
             if group["antithetic"]:
                 sample, sign = sample // 2, -1 if sample % 2 else 1
             draw = noise.Draw(seed, member.number, step, sample)
-        damping = member.prior_precision / member.ess
-        return _Written(member.p, draw, sign, state["hess"], member.ess, damping, mean)
+        return _Written(member.p, draw, sign, state["hess"], member.ess, member.damping, mean)
 
     def _restore_mean(self, plan: list[_Written]) -> None:
         for entry in plan:
@@ -197,13 +225,12 @@ class DiagonalOptimizer(VariationalOptimizer):
         return -grad if member.group["maximize"] else grad
 
     def _update(self) -> None:
+        ready = []
         for member in self._members():
-            p, group = member.p, member.group
-            folded = self._ledger.folded.pop(p, None)
+            folded = self._ledger.folded.pop(member.p, None)
             if folded is None:
                 continue
-            state = self._state(member)
-            beta1 = group["betas"][0]
+            state, beta1 = self._state(member), member.group["betas"][0]
             if beta1 == 0:
                 state.pop("momentum", None)
             elif "momentum" not in state:
@@ -211,26 +238,43 @@ class DiagonalOptimizer(VariationalOptimizer):
                 # debiased average does too.
                 state["momentum"] = folded.grad * (1 - beta1 ** state["step"].to(state["hess"].dtype))
             state["step"] += 1
-            new = diagonal.natural_gradient_step(
-                self._mean(p, state),
-                state["hess"],
-                state.get("momentum"),
-                folded.grad,
-                self._curvature(group).hess(folded, member.ess),
-                step=state["step"].to(state["hess"].dtype),
-                lr=group["lr"],
-                betas=group["betas"],
-                damping=member.prior_precision / member.ess,
-                prior_mean=member.prior_mean,
-                clip_radius=group["clip_radius"],
-            )
-            p.copy_(new.mean)
-            state["hess"].copy_(new.hess)
-            if new.momentum is not None:
-                state["momentum"].copy_(new.momentum)
-            if "mean" in state:
-                state["mean"].copy_(new.mean)
-            self._count_unusable(new.unusable)
+            ready.append(_Ready(member, state, folded))
+        for bundle in bundles(ready, kind=_Ready.kind, size=_Ready.size, limit=_Ready.limit):
+            self._update_bundle(bundle)
+
+    def _update_bundle(self, bundle: list[_Ready]) -> None:
+        """One step of parameters of one kind, gathered into flat tensors if they are several."""
+        group, ess = bundle[0].member.group, bundle[0].member.ess
+        states, folded = [item.state for item in bundle], [item.folded for item in bundle]
+        statistics = Folded(
+            gather([f.grad for f in folded]), gather([f.product for f in folded]), count=folded[0].count
+        )
+        momentum: Tensor | None = None
+        step: float | Tensor = 1.0
+        if group["betas"][0] > 0:
+            momentum = gather([state["momentum"] for state in states])
+            # Parameters that joined later, or took no part now and then, have counts of their own.
+            step = gather([state["step"].to(state["hess"]).expand_as(state["hess"]) for state in states])
+        new = diagonal.natural_gradient_step(
+            gather([self._mean(item.member.p, item.state) for item in bundle]),
+            gather([state["hess"] for state in states]),
+            momentum,
+            statistics.grad,
+            self._curvature(group).hess(statistics, ess),
+            step=step,
+            lr=group["lr"],
+            betas=group["betas"],
+            damping=gather_or_number([item.member.damping for item in bundle]),
+            prior_mean=gather_or_number([item.member.prior_mean for item in bundle]),
+            clip_radius=group["clip_radius"],
+        )
+        scatter_([item.member.p for item in bundle], new.mean)
+        scatter_([state["hess"] for state in states], new.hess)
+        if new.momentum is not None:
+            scatter_([state["momentum"] for state in states], new.momentum)
+        if "mean" in states[0]:
+            scatter_([state["mean"] for state in states], new.mean)
+        self._count_unusable(new.unusable)
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
@@ -262,8 +306,7 @@ class DiagonalOptimizer(VariationalOptimizer):
         for name, member in named:
             state = self._peek_state(member)
             mean[name] = self._mean(member.p, state).clone()
-            damping = member.prior_precision / member.ess
-            variance[name] = diagonal.variance(state["hess"], member.ess, damping)
+            variance[name] = diagonal.variance(state["hess"], member.ess, member.damping)
             if not bool((torch.isfinite(mean[name]) & torch.isfinite(variance[name])).all()):
                 raise FloatingPointError(
                     f"The posterior of {name!r} is not finite: its weights or curvature hold NaN or infinity. "

@@ -45,7 +45,8 @@ class Vprop(DiagonalOptimizer):
         clip_radius: bound on each element of the preconditioned step, before ``lr``.
         seed: key of the noise.
         maximize: the loss is a log-likelihood to maximize.
-        foreach: reserved for a multi-tensor path with the same result; ``None`` or ``False`` in this version.
+        foreach: update many parameters as one flat tensor: fewer operations, more temporary memory, the same result.
+            ``True`` for all of a group together, ``False`` for one at a time, ``None`` for bundles of small ones.
         fused: reserved for a fused kernel with the same result; ``None`` or ``False`` in this version.
         capturable: keep the step count on the device, so that a CUDA graph can capture sampling and step.
 
