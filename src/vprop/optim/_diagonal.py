@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,15 @@ from vprop.posterior import DiagonalPosterior, GaussianPrior, Likelihood
 from vprop.precision import compute_dtype, needs_master_copy
 
 
-class _Member(NamedTuple):
+@dataclass
+class _Member:
     """A parameter with what its group says of it."""
 
     p: Tensor
     number: int
     """Position among all parameters of the optimizer, which addresses its noise."""
     group: dict[str, Any]
+    group_number: int
     position: int
     """Position inside the group, which addresses its prior."""
 
@@ -68,7 +70,8 @@ class _Written:
         return diagonal.perturbation(self.hess, eps, self.ess, self.damping).mul_(self.sign)
 
 
-class _Ready(NamedTuple):
+@dataclass
+class _Ready:
     """A parameter whose samples are folded."""
 
     member: _Member
@@ -77,7 +80,7 @@ class _Ready(NamedTuple):
 
     def kind(self) -> tuple:
         """What parameters must share to be updated together."""
-        return id(self.member.group), self.member.p.device, self.member.p.dtype
+        return self.member.group_number, self.member.p.device, self.member.p.dtype
 
     def size(self) -> int:
         return self.member.p.numel()
@@ -104,10 +107,10 @@ class DiagonalOptimizer(VariationalOptimizer):
     def _members(self) -> Iterator[_Member]:
         """All parameters that take part; one with ``requires_grad=False`` is a constant and does not."""
         number = 0
-        for group in self.param_groups:
+        for group_number, group in enumerate(self.param_groups):
             for position, p in enumerate(group["params"]):
                 if p.requires_grad:
-                    yield _Member(p, number, group, position)
+                    yield _Member(p, number, group, group_number, position)
                 number += 1
 
     def _new_state(self, member: _Member) -> dict[str, Tensor]:
@@ -126,7 +129,8 @@ class DiagonalOptimizer(VariationalOptimizer):
         if state and needs_master_copy(member.p) == ("mean" in state):
             return state
         # None yet, or one from a checkpoint whose weights had another precision.
-        complete = self._new_state(member) | state
+        complete = self._new_state(member)
+        complete.update(state)
         if not needs_master_copy(member.p):
             complete.pop("mean", None)
         return complete
