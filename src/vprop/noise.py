@@ -37,9 +37,6 @@ _ROUNDS = 10
 _LANES = 4
 """Normals per Philox call."""
 
-MAX_SAMPLES = 1 << 30
-"""Sample numbers share their word with the stream, so they have 30 bits."""
-
 
 class Stream(enum.IntEnum):
     """Who draws. Streams never overlap, so evaluation cannot disturb the noise of training."""
@@ -56,6 +53,7 @@ class Draw(NamedTuple):
     parameter: Word
     step: Word
     sample: int = 0
+    """Below 2³⁰, because it shares its word with the stream."""
     stream: Stream = Stream.TRAINING
 
 

@@ -102,6 +102,23 @@ def test_compiled_step_is_the_same_and_does_not_recompile_when_lr_changes(case, 
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("case", cases(first_only=True))
+def test_compiled_step_with_a_closure(case):
+    """Sampling, forward and backward inside break the graph; the result is the same, and compiling ends."""
+    torch._dynamo.reset()
+    counter, counts = CompileCounter(), []
+    eager = train(case, steps=5)
+    model = make_model()
+    optimizer = case(model.parameters())
+    optimizer.step = torch.compile(optimizer.step, backend=counter)
+    for step in range(5):
+        train(case, model=model, optimizer=optimizer, first_step=step, steps=1)
+        counts.append(counter.frame_count)
+    assert_same_run(eager, (model, optimizer), rtol=1e-6, atol=1e-7)
+    assert counts[2] == counts[4]
+    torch._dynamo.reset()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases())
 def test_compiled_by_inductor(case):
