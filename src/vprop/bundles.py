@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -14,6 +15,13 @@ Item = TypeVar("Item")
 def bundle_limit(device: torch.device) -> int:
     """Elements of a bundle by default: on a CPU they stay in its cache, elsewhere temporaries stay small."""
     return 1 << 17 if device.type == "cpu" else 1 << 24
+
+
+def limit_for(foreach: bool | None, device: torch.device) -> float:
+    """Elements of a bundle as the argument ``foreach`` asks: all, one tensor at a time, or bundles of small ones."""
+    if foreach is None:
+        return bundle_limit(device)
+    return math.inf if foreach else 0
 
 
 def bundles(
@@ -54,6 +62,18 @@ def scatter_(targets: list[Tensor], values: Tensor) -> None:
     """Write back, in place, what was computed on the gathered tensor."""
     if len(targets) == 1:
         targets[0].copy_(values)
-        return
+    else:
+        torch._foreach_copy_(targets, _pieces(targets, values))
+
+
+def scatter_add_(targets: list[Tensor], values: Tensor) -> None:
+    """Add, in place, what was computed on the gathered tensor."""
+    if len(targets) == 1:
+        targets[0].add_(values)
+    else:
+        torch._foreach_add_(targets, _pieces(targets, values))
+
+
+def _pieces(targets: list[Tensor], values: Tensor) -> list[Tensor]:
     pieces = values.split([target.numel() for target in targets])
-    torch._foreach_copy_(targets, [piece.view(target.shape) for piece, target in zip(pieces, targets, strict=True)])
+    return [piece.view(target.shape) for piece, target in zip(pieces, targets, strict=True)]

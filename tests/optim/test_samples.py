@@ -104,20 +104,20 @@ def test_an_exception_inside_a_sample_leaves_the_mean_and_a_usable_optimizer(cas
 def test_an_interrupt_while_a_sample_is_written_or_taken_out(monkeypatch, entering):
     """Ctrl-C half-way through the parameters: the written ones are taken out again, the others stay."""
     model = make_model()
-    optimizer = Vprop(model.parameters(), num_data=100)
-    before, generate = weights_of(model), noise.normals_like
+    optimizer = Vprop(model.parameters(), num_data=100, foreach=False)
+    before, generate, calls = weights_of(model), noise.normals_like, []
 
     def interrupted(parameters, draws):
-        for count, pair in enumerate(generate(parameters, draws)):
-            if count == 2:
-                monkeypatch.setattr(noise, "normals_like", generate)
-                raise KeyboardInterrupt
-            yield pair
+        calls.append(parameters)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(parameters, draws)
 
     if entering:
         monkeypatch.setattr(noise, "normals_like", interrupted)
     with pytest.raises(KeyboardInterrupt), optimizer.sampled_params():
         monkeypatch.setattr(noise, "normals_like", interrupted)
+    assert len(calls) >= 3
     with optimizer.sampled_params():
         pass
     torch.testing.assert_close(weights_of(model), before, rtol=1e-5, atol=1e-6)

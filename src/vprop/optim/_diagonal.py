@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vprop import noise
-from vprop.bundles import bundle_limit, bundles, gather, gather_or_number, scatter_
+from vprop.bundles import bundles, gather, gather_or_number, limit_for, scatter_, scatter_add_
 from vprop.curvature import CurvatureEstimator, Folded
 from vprop.functional import diagonal
 from vprop.optim._base import VariationalOptimizer
@@ -54,9 +53,12 @@ class _Member:
 
 @dataclass
 class _Written:
-    """A parameter that holds a sample, with all that is needed to generate its noise again."""
+    """A parameter that holds a sample, with all that is needed to generate its noise again.
 
-    p: Tensor
+    ``ess`` and ``damping`` are those of the moment of writing: a group can be edited while the sample is active.
+    """
+
+    member: _Member
     draw: noise.Draw
     sign: int
     hess: Tensor
@@ -65,9 +67,6 @@ class _Written:
     mean: Tensor | None
     done: bool = False
     """Whether the sample is in the weights: the truth also when an interrupt strikes half-way."""
-
-    def offset(self, eps: Tensor) -> Tensor:
-        return diagonal.perturbation(self.hess, eps, self.ess, self.damping).mul_(self.sign)
 
 
 @dataclass
@@ -78,19 +77,18 @@ class _Ready:
     state: dict[str, Tensor]
     folded: Folded
 
-    def kind(self) -> tuple:
-        """What parameters must share to be updated together."""
-        return self.member.group_number, self.member.p.device, self.member.p.dtype
 
-    def size(self) -> int:
-        return self.member.p.numel()
+_Item = TypeVar("_Item", _Written, _Ready)
 
-    def limit(self) -> float:
-        """How many elements may be updated together."""
-        foreach = self.member.group["foreach"]
-        if foreach is None:
-            return bundle_limit(self.member.p.device)
-        return math.inf if foreach else 0
+
+def _bundles(items: list[_Item]) -> Iterator[list[_Item]]:
+    """Items that can be handled as one flat tensor: of one group, device and dtype."""
+    return bundles(
+        items,
+        kind=lambda item: (item.member.group_number, item.member.p.device, item.member.p.dtype),
+        size=lambda item: item.member.p.numel(),
+        limit=lambda item: limit_for(item.member.group["foreach"], item.member.p.device),
+    )
 
 
 class DiagonalOptimizer(VariationalOptimizer):
@@ -166,12 +164,23 @@ class DiagonalOptimizer(VariationalOptimizer):
         return plan
 
     def _write_sample(self, plan: list[_Written]) -> None:
-        for entry, eps in _with_noise(plan):
-            if entry.mean is None:
-                entry.p.add_(entry.offset(eps))
+        for bundle in _bundles(plan):
+            params, offset = [entry.member.p for entry in bundle], _offset(bundle)
+            if bundle[0].mean is None:
+                scatter_add_(params, offset)
             else:
-                entry.p.copy_(entry.mean + entry.offset(eps))
-            entry.done = True
+                scatter_(params, gather([entry.mean for entry in bundle if entry.mean is not None]) + offset)
+            for entry in bundle:
+                entry.done = True
+
+    def _restore_mean(self, plan: list[_Written]) -> None:
+        for bundle in _bundles([entry for entry in plan if entry.done]):
+            if bundle[0].mean is None:
+                scatter_add_([entry.member.p for entry in bundle], -_offset(bundle))
+            for entry in bundle:
+                if entry.mean is not None:
+                    entry.member.p.copy_(entry.mean)
+                entry.done = False
 
     def _address(
         self,
@@ -190,16 +199,7 @@ class DiagonalOptimizer(VariationalOptimizer):
             if group["antithetic"]:
                 sample, sign = sample // 2, -1 if sample % 2 else 1
             draw = noise.Draw(seed, member.number, step, sample)
-        return _Written(member.p, draw, sign, state["hess"], member.ess, member.damping, mean)
-
-    def _restore_mean(self, plan: list[_Written]) -> None:
-        for entry in plan:
-            if entry.done and entry.mean is not None:
-                entry.p.copy_(entry.mean)
-                entry.done = False
-        for entry, eps in _with_noise([entry for entry in plan if entry.done]):
-            entry.p.sub_(entry.offset(eps))
-            entry.done = False
+        return _Written(member, draw, sign, state["hess"], member.ess, member.damping, mean)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class DiagonalOptimizer(VariationalOptimizer):
                 state["momentum"] = folded.grad * (1 - beta1 ** state["step"].to(state["hess"].dtype))
             state["step"] += 1
             ready.append(_Ready(member, state, folded))
-        for bundle in bundles(ready, kind=_Ready.kind, size=_Ready.size, limit=_Ready.limit):
+        for bundle in _bundles(ready):
             self._update_bundle(bundle)
 
     def _update_bundle(self, bundle: list[_Ready]) -> None:
@@ -331,6 +331,13 @@ class DiagonalOptimizer(VariationalOptimizer):
         )
 
 
-def _with_noise(written: list[_Written]) -> Iterator[tuple[_Written, Tensor]]:
-    for i, eps in noise.normals_like([entry.p for entry in written], [entry.draw for entry in written]):
-        yield written[i], eps
+def _offset(bundle: list[_Written]) -> Tensor:
+    """σ·ε of a bundle, gathered."""
+    noises = dict(noise.normals_like([entry.member.p for entry in bundle], [entry.draw for entry in bundle]))
+    perturbation = diagonal.perturbation(
+        gather([entry.hess for entry in bundle]),
+        gather([noises[i] for i in range(len(bundle))]),
+        bundle[0].ess,
+        gather_or_number([entry.damping for entry in bundle]),
+    )
+    return perturbation.mul_(bundle[0].sign)
