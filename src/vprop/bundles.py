@@ -36,15 +36,16 @@ def bundles(
     >>> list(bundles([3, 5, 9, 2, 4], kind=lambda n: 0, size=lambda n: n, limit=lambda n: 8))
     [[3, 5], [9], [2, 4]]
     """
-    waiting: dict[Hashable, tuple[list[Item], int]] = {}
+    waiting: dict[Hashable, list[Item]] = {}
+    totals: dict[Hashable, int] = {}
     for item in items:
-        bundle, total = waiting.pop(kind(item), ([], 0))
-        if bundle and total + size(item) > limit(item):
-            yield bundle
-            bundle, total = [], 0
-        waiting[kind(item)] = ([*bundle, item], total + size(item))
-    for bundle, _ in waiting.values():
-        yield bundle
+        key = kind(item)
+        if key in waiting and totals[key] + size(item) > limit(item):
+            yield waiting.pop(key)
+            totals[key] = 0
+        waiting.setdefault(key, []).append(item)
+        totals[key] = totals.get(key, 0) + size(item)
+    yield from waiting.values()
 
 
 def gather(tensors: Sequence[Tensor]) -> Tensor:
