@@ -14,6 +14,13 @@ from vprop import Vprop
 ONE_SAMPLE = cases(at_most_samples=1)
 
 
+def set_up(case, loop):
+    model = make_model()
+    optimizer = case(model.parameters())
+    handle = optimizer.attach(model) if loop == "attached" else None
+    return model, optimizer, handle, GradScaler("cpu", init_scale=2.0**10)
+
+
 def forward_backward(optimizer, model, loop, scale=lambda loss: loss, batch=None):
     x, y = make_batch() if batch is None else batch
     if loop == "context":
@@ -60,10 +67,7 @@ def test_clipping_changes_the_step_as_it_does_for_rmsprop(loop):
 @pytest.mark.parametrize("case", ONE_SAMPLE)
 def test_grad_scaler_gives_the_unscaled_run(case, loop, explicit_unscale):
     reference = train(case, loop, steps=4)
-    model = make_model()
-    optimizer = case(model.parameters())
-    handle = optimizer.attach(model) if loop == "attached" else None
-    scaler = GradScaler("cpu", init_scale=2.0**10)
+    model, optimizer, handle, scaler = set_up(case, loop)
     for step in range(4):
         forward_backward(optimizer, model, loop, scaler.scale, make_batch(seed=step))
         if explicit_unscale:
@@ -81,10 +85,7 @@ def test_grad_scaler_gives_the_unscaled_run(case, loop, explicit_unscale):
 @pytest.mark.parametrize("case", ONE_SAMPLE)
 def test_grad_scaler_skips_a_step_with_infinities_and_lowers_its_scale(case, loop):
     reference = train(case, loop, steps=3)
-    model = make_model()
-    optimizer = case(model.parameters())
-    handle = optimizer.attach(model) if loop == "attached" else None
-    scaler = GradScaler("cpu", init_scale=2.0**10)
+    model, optimizer, handle, scaler = set_up(case, loop)
     for step in range(3):
         for overflow in (True, False) if step == 1 else (False,):
             forward_backward(optimizer, model, loop, scaler.scale, make_batch(seed=step))

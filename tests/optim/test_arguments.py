@@ -35,7 +35,10 @@ def test_num_data_is_required(info):
 def test_numpy_numbers_are_numbers(info):
     import numpy as np
 
-    info.constructor(parameters(), lr=np.float64(0.1), num_data=np.int64(10), seed=np.int64(3), mc_samples=np.int64(1))
+    arguments = {"lr": np.float64(0.1), "num_data": np.int64(10), "seed": np.int64(3), "mc_samples": np.int64(1)}
+    group = info.constructor(parameters(), **arguments).param_groups[0]
+    assert {name: group[name] for name in arguments} == arguments
+    assert [type(group[name]) for name in arguments] == [float, int, int, int]
 
 
 def test_prior_tensors_are_copied():

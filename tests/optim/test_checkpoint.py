@@ -113,7 +113,8 @@ def test_load_hooks_of_others_are_respected():
 def test_numpy_hyperparameters_survive_a_checkpoint(tmp_path):
     import numpy as np
 
-    model, optimizer = train(Vprop, num_data=np.int64(50), seed=np.int64(3), lr=np.float64(0.1))
+    betas = (np.float64(0.9), np.float64(0.99))
+    model, optimizer = train(Vprop, num_data=np.int64(50), seed=np.int64(3), lr=np.float64(0.1), betas=betas)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     assert torch.load(tmp_path / "optimizer.pt", weights_only=True)["param_groups"][0]["num_data"] == 50
     optimizer.posterior(model).save(tmp_path / "posterior.safetensors")

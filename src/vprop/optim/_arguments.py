@@ -68,7 +68,7 @@ def check_group(group: dict[str, Any]) -> None:
     for name in ("antithetic", "centered", "maximize", "capturable"):
         if not isinstance(group[name], bool):
             raise invalid(name, group[name], "True or False", f"Pass {name}=True or leave it out.")
-    _betas(group["betas"])
+    _betas(group)
     check_samples(group)
     _seed(group["seed"])
     _implementation(group)
@@ -85,7 +85,8 @@ def _number(group: dict[str, Any], name: str, allowed: str, accept: Callable[[fl
         raise invalid(name, group[name], allowed, remedy)
 
 
-def _betas(betas: Any) -> None:
+def _betas(group: dict[str, Any]) -> None:
+    betas = group["betas"]
     allowed = "a pair of numbers, each in [0, 1)"
     remedy = "The first is the momentum of the gradient (0 = none), the second the decay of the curvature."
     if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -93,6 +94,7 @@ def _betas(betas: Any) -> None:
     for i, beta in enumerate(betas):
         if not is_number(beta) or not 0 <= beta < 1:
             raise invalid(f"betas[{i}]", beta, "a number in [0, 1)", remedy)
+    group["betas"] = (float(betas[0]), float(betas[1]))
 
 
 def check_samples(group: dict[str, Any]) -> None:

@@ -144,7 +144,6 @@ class VariationalOptimizer(Optimizer):
     def _enter(self, sample: int, holder: Holder) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
         self._leave()
-        self._ledger.asked_by_grad_scaler = False
         count = self.mc_samples
         if not 0 <= sample < max(1, count):
             raise invalid(
@@ -230,12 +229,17 @@ class VariationalOptimizer(Optimizer):
         """
         self._refuse_inside_sample("step()")
         self._leave()
+        scaled, self._ledger.asked_by_grad_scaler = self._ledger.asked_by_grad_scaler, False
         loss = None
-        if closure is not None:
-            loss = self._evaluate(closure)
-        else:
+        if closure is None:
             self._require_samples()
-        self._ledger.asked_by_grad_scaler = False
+        elif scaled:
+            raise RuntimeError(
+                "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
+                "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
+            )
+        else:
+            loss = self._evaluate(closure)
         self._fold()
         self._update()
         self._ledger.forget_samples()
@@ -243,12 +247,7 @@ class VariationalOptimizer(Optimizer):
         return loss
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        if self._ledger.asked_by_grad_scaler:
-            self._ledger.asked_by_grad_scaler = False
-            raise RuntimeError(
-                "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
-                "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
-            )
+        """Call the closure once per sample; returns the mean of what it returned."""
         self._ledger.forget_samples()
         losses = []
         for sample in range(max(1, self.mc_samples)):

@@ -257,8 +257,7 @@ class DiagonalOptimizer(VariationalOptimizer):
         step: float | Tensor = 1.0
         if group["betas"][0] > 0:
             momentum = gather([state["momentum"] for state in states])
-            # Parameters that joined later, or took no part now and then, have counts of their own.
-            step = gather([state["step"].to(state["hess"]).expand_as(state["hess"]) for state in states])
+            step = _steps(states)
         new = diagonal.natural_gradient_step(
             gather([self._mean(item.member.p, item.state) for item in bundle]),
             gather([state["hess"] for state in states]),
@@ -329,6 +328,17 @@ class DiagonalOptimizer(VariationalOptimizer):
             likelihood=likelihood,
             noise_variance=noise_variance,
         )
+
+
+def _steps(states: list[dict[str, Tensor]]) -> Tensor:
+    """Step counts to go with gathered tensors: parameters that joined later, or sat out a step, have their own.
+
+    One number for a single parameter, and one copy to the device for a bundle.
+    """
+    if len(states) == 1:
+        return states[0]["step"].to(states[0]["hess"].dtype)
+    counts = torch.stack([state["step"] for state in states]).to(states[0]["hess"])
+    return gather([count.expand_as(state["hess"]) for count, state in zip(counts, states, strict=True)])
 
 
 def _offset(bundle: list[_Written]) -> Tensor:

@@ -112,12 +112,10 @@ class Posterior(ABC):
 
         The same ``seed`` gives the same draw; without one every call draws afresh.
         """
-        if seed is None:
-            weights = self._draw(self.seed, self._draws, self.snapshot)
-            self._draws += 1
-        else:
-            weights = self._draw(seed, 0)
-        return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}
+        if seed is not None:
+            return self._in_model_dtypes(self._draw(seed, 0))
+        self._draws += 1
+        return self._in_model_dtypes(self._draw(self.seed, self._draws - 1, self.snapshot))
 
     @torch.no_grad()
     def predict(
@@ -135,28 +133,29 @@ class Posterior(ABC):
         with. The model's own weights are not touched.
         """
         _check_num_samples(num_samples)
-        outputs = list(self._outputs(x, num_samples, seed))
-        if not isinstance(outputs[0], Tensor):
-            raise TypeError(
-                f"predict needs a model that returns a tensor, this one returns {type(outputs[0]).__name__}. Wrap it "
-                "in a module whose forward picks the tensor out (for Hugging Face: the .logits)."
-            )
+        outputs = []
+        with _evaluation_mode(self.model):
+            for weights in self._weight_samples(num_samples, seed):
+                output = call_with_weights(self.model, weights, x)
+                if not isinstance(output, Tensor):
+                    raise TypeError(
+                        f"predict needs a model that returns a tensor, this one returns {type(output).__name__}. Wrap "
+                        "it in a module whose forward picks the tensor out (for Hugging Face: the .logits)."
+                    )
+                outputs.append(output)
         return Prediction(
             torch.stack(outputs),
             self.likelihood if likelihood is None else likelihood,
             self.noise_variance if noise_variance is None else noise_variance,
         )
 
-    def _outputs(self, x: Any, num_samples: int, seed: int) -> Iterator[Tensor]:
-        with _evaluation_mode(self.model):
-            for weights in self._weight_samples(num_samples, seed):
-                yield call_with_weights(self.model, weights, x)
-
     def _weight_samples(self, num_samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """Weights and buffers for ``functional_call``."""
         for sample in range(num_samples):
-            weights = self._draw(seed, sample)
-            yield {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()} | self.buffers
+            yield self._in_model_dtypes(self._draw(seed, sample)) | self.buffers
+
+    def _in_model_dtypes(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}
 
     # -- the ELBO --------------------------------------------------------------------------------------------
 
