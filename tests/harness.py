@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vprop import VariationalOptimizer
+from vprop import Objective, VariationalOptimizer
 
 Batch = tuple[Tensor, Tensor]
 
@@ -41,6 +41,11 @@ def backward(model: nn.Module, batches: list[Batch]) -> Tensor:
 
 
 def closure_step(optimizer: VariationalOptimizer, model: nn.Module, batches: list[Batch]) -> None:
+    if optimizer._needs_objective():  # an objective is one batch: it takes the micro-batches together
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        optimizer.step(Objective(model, F.cross_entropy, x, y))
+        return
+
     def closure() -> Tensor:
         optimizer.zero_grad()
         return backward(model, batches)

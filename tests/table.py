@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import vprop
+from vprop.baselines import BBVI
 
 SHARED_BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"lr": -1.0}, r"Invalid lr=-1\.0: must be a finite number >= 0\. "),
@@ -57,6 +58,10 @@ class OptimizerInfo:
     constructor: Callable[..., vprop.VariationalOptimizer]
     configurations: dict[str, dict[str, Any]]
     bad_arguments: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    needs_objective: bool = False
+    """Whether every configuration needs more than gradients, so that only ``step(objective)`` trains it."""
+    has_hess: bool = True
+    """Whether the state of a parameter holds a curvature for each of its weights: the natural-gradient diagonals."""
 
     @property
     def name(self) -> str:
@@ -75,6 +80,7 @@ TABLE = [
             "4-centered-pairs": {"mc_samples": 4, "antithetic": True, "centered": True},
             "3-centered": {"mc_samples": 3, "centered": True},
             "1-momentum": {"betas": (0.9, 0.99), "prior_precision": 3.0, "temperature": 0.5, "clip_radius": 0.2},
+            "1-fisher": {"sampled_fisher": True},
         },
         bad_arguments=[
             ({"mc_samples": 1, "centered": True}, r"Invalid mc_samples=1: must be >= 2 when centered=True"),
@@ -82,6 +88,59 @@ TABLE = [
                 {"mc_samples": 3, "centered": True, "antithetic": True},
                 r"Invalid mc_samples=3: must be even when antithetic=True and centered=True\. Use mc_samples=4",
             ),
+            ({"sampled_fisher": 1}, r"Invalid sampled_fisher=1: must be True or False"),
+            (
+                {"mc_samples": 2, "centered": True, "sampled_fisher": True},
+                r"Invalid centered=True: must be False when sampled_fisher=True",
+            ),
+        ],
+    ),
+    OptimizerInfo(
+        vprop.CVI,
+        needs_objective=True,
+        configurations={"1": {}, "2-momentum": {"mc_samples": 2, "betas": (0.9, 0.99), "chunk_size": 5}},
+        bad_arguments=[
+            ({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for CVI\. .*Vprop and VONG"),
+            ({"chunk_size": 0}, r"Invalid chunk_size=0: must be an integer >= 1"),
+        ],
+    ),
+    OptimizerInfo(
+        vprop.VOGN,
+        needs_objective=True,
+        configurations={"1": {}},
+        bad_arguments=[({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for VOGN")],
+    ),
+    OptimizerInfo(
+        vprop.VON,
+        needs_objective=True,
+        has_hess=False,
+        configurations={"1": {}, "2-momentum": {"mc_samples": 2, "betas": (0.9, 0.99), "prior_precision": 3.0}},
+        bad_arguments=[
+            ({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for VON"),
+            (
+                {"max_parameters": 2},
+                r"VON keeps one covariance .*: 3 parameters make a matrix of 3 × 3 .*max_parameters=2\. Pass "
+                r"max_parameters=3 .*diagonal optimizer",
+            ),
+        ],
+    ),
+    OptimizerInfo(
+        vprop.VONG,
+        has_hess=False,
+        configurations={
+            "1": {},
+            "2-centered-pairs": {"mc_samples": 2, "antithetic": True, "centered": True, "clip_radius": 0.2},
+        },
+        bad_arguments=[({"max_parameters": 0}, r"Invalid max_parameters=0: must be an integer >= 1")],
+    ),
+    OptimizerInfo(
+        BBVI,
+        has_hess=False,
+        configurations={"1-adam": {"method": "adam"}},
+        bad_arguments=[
+            ({"method": "newton"}, r"Invalid method='newton': must be one of \('sgd', 'rmsprop', 'adam'\)"),
+            ({"mc_samples": 0}, r"Invalid mc_samples=0: must be >= 1 for BBVI"),
+            ({"lr_std": -1.0}, r"Invalid lr_std=-1\.0: must be None or a finite number >= 0"),
         ],
     ),
 ]
@@ -101,12 +160,26 @@ class Case:
     def mc_samples(self) -> int:
         return self.arguments.get("mc_samples", 1)
 
+    @property
+    def needs_objective(self) -> bool:
+        return self.info.needs_objective or self.arguments.get("sampled_fisher", False)
 
-def cases(at_most_samples: int | None = None, first_only: bool = False) -> list[Any]:
-    """All (optimizer, configuration) pairs as pytest parameters."""
+
+def cases(
+    at_most_samples: int | None = None, first_only: bool = False, any_loop: bool = False, has_hess: bool = False
+) -> list[Any]:
+    """All (optimizer, configuration) pairs as pytest parameters.
+
+    ``any_loop``: only those that need no objective, for tests that call backward() themselves. ``has_hess``: only those
+    with a curvature for each weight in the state, for tests that look at it.
+    """
     chosen = []
     for info in TABLE:
+        if has_hess and not info.has_hess:
+            continue
         for label, arguments in info.configurations.items():
+            if any_loop and Case(info, arguments).needs_objective:
+                continue
             if at_most_samples is not None and arguments.get("mc_samples", 1) > at_most_samples:
                 continue
             if first_only and arguments.get("mc_samples", 1) != 1:

@@ -64,7 +64,7 @@ def scatter_(targets: list[Tensor], values: Tensor) -> None:
     if len(targets) == 1:
         targets[0].copy_(values)
     else:
-        torch._foreach_copy_(targets, _pieces(targets, values))
+        torch._foreach_copy_(targets, pieces_of(targets, values))
 
 
 def scatter_add_(targets: list[Tensor], values: Tensor) -> None:
@@ -72,9 +72,12 @@ def scatter_add_(targets: list[Tensor], values: Tensor) -> None:
     if len(targets) == 1:
         targets[0].add_(values)
     else:
-        torch._foreach_add_(targets, _pieces(targets, values))
+        torch._foreach_add_(targets, pieces_of(targets, values))
 
 
-def _pieces(targets: list[Tensor], values: Tensor) -> list[Tensor]:
+def pieces_of(targets: list[Tensor], values: Tensor) -> list[Tensor]:
+    """The gathered tensor in pieces of the shapes of ``targets``."""
+    if len(targets) == 1:
+        return [values]
     pieces = values.split([target.numel() for target in targets])
     return [piece.view(target.shape) for piece, target in zip(pieces, targets, strict=True)]

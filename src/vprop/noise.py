@@ -44,6 +44,7 @@ class Stream(enum.IntEnum):
     TRAINING = 0
     EVALUATION = 1
     POSTERIOR = 2
+    LABELS = 3
 
 
 class Draw(NamedTuple):

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from vprop.likelihood import Likelihood, check_likelihood, likelihood_of
+
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -18,6 +20,10 @@ class Objective:
     a gradient, and ``posterior.elbo``, read its parts. A tuple ``x`` becomes the positional arguments of the
     model, a dict its keyword arguments.
 
+    ``likelihood`` (and ``noise_variance``, for "gaussian") says which distribution the loss is the negative
+    log-likelihood of, for estimators that draw labels from it. It is known for torch's ``cross_entropy``,
+    ``binary_cross_entropy_with_logits`` and ``mse_loss``.
+
     >>> import torch
     >>> model = torch.nn.Linear(3, 1)
     >>> objective = Objective(model, torch.nn.functional.mse_loss, torch.ones(8, 3), torch.zeros(8, 1))
@@ -26,11 +32,25 @@ class Objective:
     (torch.Size([1, 3]), 8)
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, x: Any, y: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        x: Any,
+        y: Any,
+        *,
+        likelihood: Likelihood | None = None,
+        noise_variance: float | Tensor = 1.0,
+    ) -> None:
+        check_likelihood(likelihood, noise_variance)
         self.model = model
         self.loss_fn = loss_fn
         self.x = x
         self.y = y
+        self.likelihood: Likelihood | None = likelihood
+        self.noise_variance = noise_variance
+        if likelihood is None and (known := likelihood_of(loss_fn)) is not None:
+            self.likelihood, self.noise_variance = known
 
     def __call__(self) -> Tensor:
         """Clear the gradients, compute the loss and its gradients at the current weights."""
@@ -38,6 +58,15 @@ class Objective:
         loss = self.loss_fn(call_model(self.model, self.x), self.y)
         loss.backward()
         return loss
+
+    def loss_at(self, weights: dict[str, Tensor], x: Any = None, y: Any = None) -> Tensor:
+        """The loss at other weights (and on other data), without a trace: copies of the buffers are used up."""
+        return self.loss_fn(self.output_at(weights, x), self.y if y is None else y)
+
+    def output_at(self, weights: dict[str, Tensor], x: Any = None) -> Any:
+        """The model's output at other weights (and on other inputs), without a trace."""
+        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        return call_with_weights(self.model, weights | buffers, self.x if x is None else x)
 
     @property
     def batch_size(self) -> int:

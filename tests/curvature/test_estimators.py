@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vprop.curvature import AntitheticSpread, SampleSpread, SquaredGradient
+from vprop.curvature import AntitheticSpread, Evidence, SampleSpread, SquaredGradient
 
 ESS = 50.0
 
@@ -15,7 +15,7 @@ ESS = 50.0
 def fold_all(estimator, gradients):
     folded = None
     for grad in gradients:
-        folded = estimator.fold(folded, grad.clone())
+        folded = estimator.fold(folded, Evidence(grad.clone()))
     return folded
 
 

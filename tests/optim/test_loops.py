@@ -12,7 +12,7 @@ from tests.table import cases
 from vprop import Objective, Vprop
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", cases(any_loop=True))
 @pytest.mark.parametrize("loop", ["context", "attached"])
 def test_all_loops_give_the_same_run(case, loop):
     if loop == "attached" and case.mc_samples > 1:
@@ -22,7 +22,7 @@ def test_all_loops_give_the_same_run(case, loop):
     assert_same_run(train(case, "closure"), train(case, loop), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", cases(any_loop=True))
 @pytest.mark.parametrize("loop", list(LOOPS))
 def test_micro_batches_equal_one_batch(case, loop):
     if loop == "attached" and case.mc_samples > 1:

@@ -80,7 +80,7 @@ def test_lr_as_a_tensor(case):
 
 
 @pytest.mark.parametrize("lr_is_tensor", [True, False])
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", cases(any_loop=True, has_hess=True))
 def test_compiled_step_is_the_same_and_does_not_recompile_when_lr_changes(case, lr_is_tensor):
     """Two compilations are expected: the first step creates the state, all others find it."""
     torch._dynamo.reset()

@@ -1,7 +1,26 @@
-"""Estimators of the curvature ĥ ≈ E_q[diag ∇²ℓ], one per file."""
+"""Estimators of the curvature ĥ ≈ E_q[diag ∇²ℓ] (or of the whole matrix), one per file."""
 
-from vprop.curvature._base import CurvatureEstimator, Folded
+from vprop.curvature._base import CurvatureEstimator, Evidence, Folded, ObservedAverage
 from vprop.curvature.centered import AntitheticSpread, SampleSpread
+from vprop.curvature.choice import from_gradients
+from vprop.curvature.hessian import Hessian, HessianDiagonal
+from vprop.curvature.noise_product import NoiseProduct
+from vprop.curvature.per_example import PerExampleGaussNewton
+from vprop.curvature.sampled_fisher import SampledFisher
 from vprop.curvature.squared_gradient import SquaredGradient
 
-__all__ = ["AntitheticSpread", "CurvatureEstimator", "Folded", "SampleSpread", "SquaredGradient"]
+__all__ = [
+    "AntitheticSpread",
+    "CurvatureEstimator",
+    "Evidence",
+    "Folded",
+    "Hessian",
+    "HessianDiagonal",
+    "NoiseProduct",
+    "ObservedAverage",
+    "PerExampleGaussNewton",
+    "SampleSpread",
+    "SampledFisher",
+    "SquaredGradient",
+    "from_gradients",
+]

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from vprop.noise import Draw
+from vprop.objective import Objective
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""``torch.mul`` for the diagonal of a product of gradients, ``torch.outer`` for the whole matrix."""
+
+
+@dataclass
+class Evidence:
+    """What one weight sample tells of a parameter (diagonal structure) or of all of them as one vector (full)."""
+
+    grad: Tensor
+    """ĝ, the gradient of the mean loss at the sample."""
+    observed: Tensor | None = None
+    """What the estimator made of the objective at the sample (:meth:`CurvatureEstimator.observe`)."""
+    noise: Tensor | None = None
+    """ε of the sample θ = μ + σε."""
 
 
 @dataclass
 class Folded:
-    """One parameter's samples of the current step, folded so that memory does not grow with their number."""
+    """The samples of the current step, folded so that memory does not grow with their number."""
 
     grad: Tensor
     """Mean of the samples' gradients, ĝ."""
     product: Tensor
-    """The estimator's running statistic of products of gradients."""
+    """The estimator's running statistic."""
     count: int = 1
     """Samples folded so far."""
     partner: Tensor | None = None
@@ -23,11 +43,35 @@ class Folded:
 
 
 class CurvatureEstimator(ABC):
-    """Turns the gradients at the samples of one step into ĥ."""
+    """Turns what the samples of one step tell into ĥ.
+
+    One class serves both structures: ``multiply`` is ``torch.mul`` for a diagonal ĥ and ``torch.outer`` for a matrix.
+    """
+
+    needs_objective = False
+    """Whether ``step`` must be given an :class:`vprop.Objective`, for :meth:`observe` to look into."""
+    needs_noise = False
+    """Whether ε of the sample is part of the evidence."""
+
+    def __init__(self, multiply: Multiply = torch.mul) -> None:
+        self.multiply = multiply
+
+    def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:
+        """What :meth:`fold` needs beside the gradient, at the weights that are in the model now.
+
+        One tensor for each of ``parameters`` (the objective's model's, by name): of its shape, or for a matrix its
+        block of rows. ``draw`` is where labels may be drawn from.
+        """
+        raise NotImplementedError(f"{type(self).__name__} looks at gradients only")
+
+    def _nothing(self, grad: Tensor) -> Tensor:
+        """A product of nothing, in the shape of a product of gradients."""
+        nothing = torch.zeros_like(grad)
+        return self.multiply(nothing, nothing)
 
     @abstractmethod
-    def fold(self, folded: Folded | None, grad: Tensor) -> Folded:
-        """Take in the next sample's gradient, in the order of the samples. ``None`` starts a step.
+    def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
+        """Take in the next sample, in the order of the samples. ``None`` starts a step.
 
         The first gradient may be kept by reference; ``folded`` may be changed in place.
         """
@@ -35,3 +79,28 @@ class CurvatureEstimator(ABC):
     @abstractmethod
     def hess(self, folded: Folded, ess: float) -> Tensor:
         """ĥ from all samples of the step."""
+
+
+class ObservedAverage(CurvatureEstimator):
+    """An estimator whose ĥ is the mean over samples of something observed through the objective."""
+
+    needs_objective = True
+
+    def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
+        """Running means of ĝ and of the observation."""
+        assert evidence.observed is not None
+        value = self.curvature_of(evidence.observed)
+        if folded is None:
+            return Folded(evidence.grad, value)
+        folded.count += 1
+        folded.grad = folded.grad.lerp(evidence.grad, 1 / folded.count)
+        folded.product = folded.product.lerp(value, 1 / folded.count)
+        return folded
+
+    def curvature_of(self, observed: Tensor) -> Tensor:
+        """What one observation says of the curvature; by default it is the curvature."""
+        return observed
+
+    def hess(self, folded: Folded, ess: float) -> Tensor:
+        """The mean itself: it is in units of the mean loss already."""
+        return folded.product

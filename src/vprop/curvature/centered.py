@@ -2,13 +2,15 @@
 
 With θ = μ + σε and the same mini-batch, ĝ(θ) = ĝ(μ) + H·σε for a quadratic loss. The squared mean and the
 mini-batch's own noise are common to all samples, so they cancel in the spread, and E[ĥⱼ] = ess·Σₖ H²ⱼₖσₖ².
+As a matrix (``multiply=torch.outer``) E[Ĥ] = ess·HΣH with Σ the covariance, which is H itself up to λ once Σ is
+the inverse of ess·H: centred VONG.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from vprop.curvature._base import CurvatureEstimator, Folded
+from vprop.curvature._base import CurvatureEstimator, Evidence, Folded
 
 
 class SampleSpread(CurvatureEstimator):
@@ -17,14 +19,15 @@ class SampleSpread(CurvatureEstimator):
     Accumulated as Welford does, because the spread can be many orders smaller than the gradients themselves.
     """
 
-    def fold(self, folded: Folded | None, grad: Tensor) -> Folded:
+    def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
         """Running mean of ĝ and sum of squared deviations from it."""
+        grad = evidence.grad
         if folded is None:
-            return Folded(grad, grad.new_zeros(()).expand_as(grad))
+            return Folded(grad, self._nothing(grad))
         folded.count += 1
         deviation = grad - folded.grad
         folded.grad = folded.grad + deviation / folded.count
-        folded.product = folded.product + deviation * (grad - folded.grad)
+        folded.product = folded.product + self.multiply(deviation, grad - folded.grad)
         return folded
 
     def hess(self, folded: Folded, ess: float) -> Tensor:
@@ -39,17 +42,18 @@ class AntitheticSpread(CurvatureEstimator):
     that are even in ε (third derivatives) cancel as well.
     """
 
-    def fold(self, folded: Folded | None, grad: Tensor) -> Folded:
+    def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
         """Running mean of ĝ, and of the squared half-difference whenever a pair is complete."""
+        grad = evidence.grad
         if folded is None:
-            return Folded(grad, grad.new_zeros(()).expand_as(grad), partner=grad)
+            return Folded(grad, self._nothing(grad), partner=grad)
         folded.count += 1
         folded.grad = folded.grad.lerp(grad, 1 / folded.count)
         if folded.partner is None:
             folded.partner = grad.clone()
             return folded
         half_difference = (folded.partner - grad) / 2
-        folded.product = folded.product.lerp(half_difference.square(), 2 / folded.count)
+        folded.product = folded.product.lerp(self.multiply(half_difference, half_difference), 2 / folded.count)
         folded.partner = None
         return folded
 

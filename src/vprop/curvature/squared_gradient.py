@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vprop.curvature._base import CurvatureEstimator, Folded
+from vprop.curvature._base import CurvatureEstimator, Evidence, Folded
 
 
 class SquaredGradient(CurvatureEstimator):
@@ -15,13 +15,14 @@ class SquaredGradient(CurvatureEstimator):
     fixed point). The squared mean and the mini-batch noise are bias; `vprop.curvature.centered` removes them.
     """
 
-    def fold(self, folded: Folded | None, grad: Tensor) -> Folded:
-        """Running means of ĝ and ĝ²."""
+    def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
+        """Running means of ĝ and ĝ² (or ĝĝᵀ)."""
+        grad = evidence.grad
         if folded is None:
-            return Folded(grad, grad.square())
+            return Folded(grad, self.multiply(grad, grad))
         folded.count += 1
         folded.grad = folded.grad.lerp(grad, 1 / folded.count)
-        folded.product.lerp_(grad.square(), 1 / folded.count)
+        folded.product.lerp_(self.multiply(grad, grad), 1 / folded.count)
         return folded
 
     def hess(self, folded: Folded, ess: float) -> Tensor:

@@ -8,7 +8,8 @@ is δ = λ/ess, a number or a tensor with one entry per weight. Then
     m  ← β₁·m + (1−β₁)·ĝ,   m̂ = m / (1−β₁ᵗ)
     μ  ← μ − lr·clip((m̂ + δ·(μ−m₀)) / (h + δ))
 
-with the new h in the last line. The prior term stays outside the momentum average.
+with the new h in the last line. The prior term stays outside the momentum average. An exact Hessian can be negative
+where the loss is not convex; h is kept from falling below zero, so that no weight is less certain than under the prior.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def natural_gradient_step(
     (h = ∞) silently freeze a weight for ever.
     """
     beta1, beta2 = betas
-    new_hess = torch.lerp(hess, hess_estimate, 1 - beta2)
+    new_hess = torch.lerp(hess, hess_estimate, 1 - beta2).clamp_min(0)
     new_momentum, debiased = None, grad
     if momentum is not None:
         new_momentum = torch.lerp(momentum, grad, 1 - beta1)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from vprop.precision import compute_dtype
 
+NOT_HYPERPARAMETERS = ("self", "params", "__class__")
+"""Local names of a constructor that do not go into the parameter groups."""
+
 
 def invalid(name: str, value: object, allowed: str, remedy: str) -> ValueError:
     """The one form of message for a bad argument."""
@@ -43,8 +46,11 @@ def check_parameters(params: Sequence[Tensor]) -> None:
             )
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Check one parameter group and put its values into the form that the updates read."""
+def check_group(group: dict[str, Any], matrix_prior: bool = False) -> None:
+    """Check one parameter group and put its values into the form that the updates read.
+
+    ``matrix_prior`` allows ``prior_precision`` to be a matrix over all weights of the group.
+    """
     check_parameters(group["params"])
     for name, value in group.items():
         if is_number(value):  # NumPy's numbers would end up in checkpoints
@@ -65,14 +71,25 @@ def check_group(group: dict[str, Any]) -> None:
         "1 is the Bayesian posterior, smaller values are colder (less noise).",
     )
     _number(group, "clip_radius", "a number > 0", lambda v: v > 0, 'Use float("inf") for no clipping.')
-    for name in ("antithetic", "centered", "maximize", "capturable"):
-        if not isinstance(group[name], bool):
+    for name in ("antithetic", "centered", "maximize", "capturable", "sampled_fisher"):
+        if not isinstance(group.get(name, False), bool):
             raise invalid(name, group[name], "True or False", f"Pass {name}=True or leave it out.")
+    if not isinstance(group.get("sampled_fisher", False), bool):
+        raise invalid(
+            "sampled_fisher", group["sampled_fisher"], "True or False", "Pass sampled_fisher=True or leave it out."
+        )
+    if group.get("sampled_fisher") and group["centered"]:
+        raise invalid("centered", True, "False when sampled_fisher=True", "Choose one of the two curvatures.")
     _betas(group)
     check_samples(group)
     _seed(group["seed"])
     _implementation(group)
+    if isinstance(group["prior_precision"], Tensor) and matrix_prior:
+        _matrix_prior(group)
     _prior(group)
+    for name in ("chunk_size", "max_parameters"):
+        if name in group and (not is_number(group[name], whole=True) or group[name] < 1):
+            raise invalid(name, group[name], "an integer >= 1", "Leave it out for the default.")
     _hess_init(group)
 
 
@@ -145,6 +162,8 @@ def _prior(group: dict[str, Any]) -> None:
         for tensor in group["prior_precision"]:
             if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
                 raise invalid("prior_precision", "a tensor with bad entries", "finite and >= 0 everywhere", remedy)
+    elif isinstance(precision, Tensor) and precision.dim() == 2 and precision.dtype == torch.float64:
+        pass  # a matrix, which has been checked
     elif not is_number(precision) or not 0 <= precision < math.inf:
         raise invalid("prior_precision", precision, "a finite number >= 0 or a list of tensors", remedy)
     if group["prior_mean"] is not None:
@@ -159,6 +178,69 @@ def _prior(group: dict[str, Any]) -> None:
                     "finite everywhere",
                     "Check where it comes from.",
                 )
+
+
+def _matrix_prior(group: dict[str, Any]) -> None:
+    """A precision matrix over all weights of the group, in the order of its parameters."""
+    matrix, size = group["prior_precision"], sum(p.numel() for p in group["params"])
+    if matrix.shape != (size, size):
+        raise ValueError(
+            f"Invalid prior_precision: is a tensor of shape {tuple(matrix.shape)}, must be a number, a list of tensors "
+            f"like params, or a matrix of shape {(size, size)} over all weights of the group, in the order of its "
+            "parameters. With frozen parameters, of which posterior.as_prior() has none, pass only those that require "
+            "a gradient."
+        )
+    wide = matrix.detach().to(device=group["params"][0].device, dtype=torch.float64, copy=True)
+    symmetric = torch.allclose(wide, wide.T, rtol=1e-8, atol=1e-8 * float(wide.abs().max()))
+    if not symmetric or int(torch.linalg.cholesky_ex(wide).info) != 0:
+        raise invalid(
+            "prior_precision",
+            "a matrix",
+            "symmetric and positive definite",
+            "It is a precision, the inverse of a covariance (posterior.as_prior() makes one).",
+        )
+    group["prior_precision"] = wide
+
+
+_SHARED_BY_GROUPS = ("num_data", "temperature", "betas", "antithetic", "centered", "maximize")
+
+
+def check_shared(groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse groups that cannot have one covariance over all of them."""
+    for name in _SHARED_BY_GROUPS:
+        values = [group[name] for group in groups]
+        if any(value != values[0] for value in values):
+            raise invalid(
+                name,
+                values,
+                "the same in all parameter groups of a full covariance",
+                "One matrix covers all groups; lr, the prior and clip_radius may differ.",
+            )
+    if len(groups) > 1 and any(isinstance(group["prior_precision"], Tensor) for group in groups):
+        raise ValueError(
+            "Invalid prior_precision: a matrix covers all weights, so there can be one parameter group only. Put all "
+            "parameters into one group."
+        )
+    kinds = {(p.device, compute_dtype(p)) for group in groups for p in group["params"] if p.requires_grad}
+    if len(kinds) > 1:
+        found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds))
+        raise ValueError(
+            f"One covariance over all parameters needs them on one device and in one precision, but there is {found}. "
+            "Move the model, or use a diagonal optimizer (Vprop, CVI)."
+        )
+
+
+def check_size(name: str, params: Sequence[Tensor], limit: int) -> None:
+    """Refuse a matrix that is larger than the user agreed to."""
+    size = sum(p.numel() for p in params)
+    if size > limit:
+        gigabytes = 8 * size**2 / 1e9
+        raise ValueError(
+            f"{name} keeps one covariance over all parameters: {size:,} parameters make a matrix of {size:,} × "
+            f"{size:,} numbers ({gigabytes:,.2f} GB, of which a step holds about five), more than "
+            f"max_parameters={limit:,}. Pass max_parameters={size} if the memory is there; or use a diagonal optimizer "
+            "(Vprop, CVI, VOGN); or pass only the parameters of the last layers."
+        )
 
 
 def _per_parameter(name: str, tensors: Sequence[Any], params: Sequence[Tensor]) -> list[Tensor]:
@@ -190,6 +272,8 @@ def _hess_init(group: dict[str, Any]) -> None:
         "It is the curvature of the mean loss before any data: 1 is a good first try.",
     )
     precision = group["prior_precision"]
+    if isinstance(precision, Tensor):
+        return
     flat = any(bool((t == 0).any()) for t in precision) if isinstance(precision, list) else precision == 0
     if group["hess_init"] == 0 and flat:
         raise invalid(

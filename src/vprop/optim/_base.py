@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from vprop.likelihood import Likelihood
+from vprop.objective import Objective
 from vprop.optim._arguments import check_group, check_samples, invalid
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder, Ledger
-from vprop.posterior import Likelihood, Posterior
+from vprop.posterior import Posterior
 from vprop.precision import compute_dtype
 
 
@@ -32,12 +34,17 @@ class VariationalOptimizer(Optimizer):
     out again, and how to fold gradients and update.
     """
 
+    _matrix_prior = False
+    """Whether the structure can have a prior with correlations."""
+    _can_center = True
+    """Whether the curvature can be taken from the spread of the samples' gradients."""
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._ledger = Ledger()
         super().__init__(params, defaults)
         # Lists go with the parameters of the constructor; a group added later has its own or the usual prior.
         for name, usual in (("prior_mean", None), ("prior_precision", 1.0)):
-            if isinstance(self.defaults[name], list | tuple):
+            if isinstance(self.defaults[name], list | tuple | Tensor):
                 self.defaults[name] = usual
 
     # -- what a structure provides ---------------------------------------------------------------------------
@@ -62,6 +69,14 @@ class VariationalOptimizer(Optimizer):
         """Fold ``p.grad`` of all parameters, the gradient at one sample, into this step's statistics."""
 
     @abstractmethod
+    def _needs_objective(self) -> bool:
+        """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
+
+    @abstractmethod
+    def _observe(self, objective: Objective, sample: int) -> None:
+        """Let the curvature estimator look at the objective, at the sample that is in the weights."""
+
+    @abstractmethod
     def _update(self) -> None:
         """Update mean and curvature from this step's statistics."""
 
@@ -77,11 +92,21 @@ class VariationalOptimizer(Optimizer):
         """Add a group, as torch does, with a check of its hyperparameters."""
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1], self._matrix_prior)
+            self._check_centering(self.param_groups[-1])
             _ = self.mc_samples
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def _check_centering(self, group: dict[str, Any]) -> None:
+        if group["centered"] and not self._can_center:
+            raise invalid(
+                "centered",
+                True,
+                f"False for {type(self).__name__}",
+                "Its curvature is no spread of gradients; Vprop and VONG can be centred.",
+            )
 
     @property
     def mc_samples(self) -> int:
@@ -231,6 +256,7 @@ class VariationalOptimizer(Optimizer):
         self._leave()
         scaled, self._ledger.asked_by_grad_scaler = self._ledger.asked_by_grad_scaler, False
         loss = None
+        self._require_objective(closure)
         if closure is None:
             self._require_samples()
         elif scaled:
@@ -253,10 +279,20 @@ class VariationalOptimizer(Optimizer):
         for sample in range(max(1, self.mc_samples)):
             with self._active_sample(sample), torch.enable_grad():
                 losses.append(closure())
+                if self._needs_objective():
+                    self._observe(closure, sample)  # type: ignore[arg-type]
         if any(loss is None for loss in losses):
             return None
         losses = [loss.detach() if isinstance(loss, Tensor) else loss for loss in losses]
         return losses[0] if len(losses) == 1 else sum(losses) / len(losses)
+
+    def _require_objective(self, closure: Callable[[], Any] | None) -> None:
+        if self._needs_objective() and not isinstance(closure, Objective):
+            raise RuntimeError(
+                f"{type(self).__name__} takes its curvature from more than a gradient, so step() must be given an "
+                "objective: optimizer.step(vprop.Objective(model, loss_fn, x, y)), with loss_fn(model(x), y) the mean "
+                "loss."
+            )
 
     def _require_samples(self) -> None:
         """Refuse a step whose gradients were not taken at the samples they should be taken at."""
@@ -389,9 +425,13 @@ class VariationalOptimizer(Optimizer):
                 if key == "step":
                     self.state[p][key] = value.to(p.device if group["capturable"] else "cpu", copy=True)
                 else:
-                    self.state[p][key] = value.to(device=p.device, dtype=compute_dtype(p), copy=True)
+                    self.state[p][key] = value.to(device=p.device, dtype=self._state_dtype(key, p), copy=True)
         for group in self.param_groups:
-            check_group(group)
+            check_group(group, self._matrix_prior)
+
+    def _state_dtype(self, key: str, p: Tensor) -> torch.dtype:
+        """The precision that a tensor of the state is kept in."""
+        return compute_dtype(p)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._ledger.plan is not None or self._ledger.saved is not None:

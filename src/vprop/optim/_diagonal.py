@@ -11,60 +11,42 @@ import torch
 from torch import Tensor, nn
 
 from vprop import noise
-from vprop.bundles import bundles, gather, gather_or_number, limit_for, scatter_, scatter_add_
-from vprop.curvature import CurvatureEstimator, Folded
+from vprop.bundles import bundles, gather, gather_or_number, limit_for, pieces_of, scatter_, scatter_add_
+from vprop.curvature import CurvatureEstimator, Evidence, Folded
 from vprop.functional import diagonal
+from vprop.likelihood import Likelihood
+from vprop.objective import Objective
 from vprop.optim._base import VariationalOptimizer
-from vprop.posterior import DiagonalPosterior, GaussianPrior, Likelihood
+from vprop.optim._members import (
+    Member,
+    draw_of,
+    gradient_of,
+    mean_of,
+    members_of,
+    named_members,
+    new_state,
+    require_finite,
+)
+from vprop.posterior import DiagonalPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
 
 
 @dataclass
-class _Member:
-    """A parameter with what its group says of it."""
-
-    p: Tensor
-    number: int
-    """Position among all parameters of the optimizer, which addresses its noise."""
-    group: dict[str, Any]
-    group_number: int
-    position: int
-    """Position inside the group, which addresses its prior."""
-
-    @property
-    def ess(self) -> float:
-        return self.group["num_data"] / self.group["temperature"]
-
-    @property
-    def prior_precision(self) -> float | Tensor:
-        precision = self.group["prior_precision"]
-        return precision[self.position] if isinstance(precision, list) else precision
-
-    @property
-    def damping(self) -> float | Tensor:
-        """δ = λ/ess."""
-        return self.prior_precision / self.ess
-
-    @property
-    def prior_mean(self) -> float | Tensor:
-        means = self.group["prior_mean"]
-        return 0.0 if means is None else means[self.position]
-
-
-@dataclass
-class _Written:
+class Written:
     """A parameter that holds a sample, with all that is needed to generate its noise again.
 
     ``ess`` and ``damping`` are those of the moment of writing: a group can be edited while the sample is active.
     """
 
-    member: _Member
+    member: Member
     draw: noise.Draw
     sign: int
     hess: Tensor
     ess: float
     damping: float | Tensor
     mean: Tensor | None
+    offset: Tensor | None = None
+    """σ·ε, kept where the whole sample is so small that generating it again would only cost time."""
     done: bool = False
     """Whether the sample is in the weights: the truth also when an interrupt strikes half-way."""
 
@@ -73,12 +55,12 @@ class _Written:
 class _Ready:
     """A parameter whose samples are folded."""
 
-    member: _Member
+    member: Member
     state: dict[str, Tensor]
     folded: Folded
 
 
-_Item = TypeVar("_Item", _Written, _Ready)
+_Item = TypeVar("_Item", Written, _Ready)
 
 
 def _bundles(items: list[_Item]) -> Iterator[list[_Item]]:
@@ -102,26 +84,15 @@ class DiagonalOptimizer(VariationalOptimizer):
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         """The estimator of ĥ that the group's hyperparameters ask for."""
 
-    def _members(self) -> Iterator[_Member]:
-        """All parameters that take part; one with ``requires_grad=False`` is a constant and does not."""
-        number = 0
-        for group_number, group in enumerate(self.param_groups):
-            for position, p in enumerate(group["params"]):
-                if p.requires_grad:
-                    yield _Member(p, number, group, group_number, position)
-                number += 1
+    def _members(self) -> Iterator[Member]:
+        return members_of(self.param_groups)
 
-    def _new_state(self, member: _Member) -> dict[str, Tensor]:
-        p, group = member.p, member.group
-        state = {
-            "step": torch.zeros((), dtype=torch.int64, device=p.device if group["capturable"] else "cpu"),
-            "hess": torch.full_like(p, group["hess_init"], dtype=compute_dtype(p), requires_grad=False),
-        }
-        if needs_master_copy(p):
-            state["mean"] = p.detach().to(compute_dtype(p), copy=True)
+    def _new_state(self, member: Member) -> dict[str, Tensor]:
+        p, state = member.p, new_state(member)
+        state["hess"] = torch.full_like(p, member.group["hess_init"], dtype=compute_dtype(p), requires_grad=False)
         return state
 
-    def _peek_state(self, member: _Member) -> dict[str, Tensor]:
+    def _peek_state(self, member: Member) -> dict[str, Tensor]:
         """The state of a parameter, or what it would be, without keeping it."""
         state = self.state.get(member.p, {})
         if state and needs_master_copy(member.p) == ("mean" in state):
@@ -133,39 +104,32 @@ class DiagonalOptimizer(VariationalOptimizer):
             complete.pop("mean", None)
         return complete
 
-    def _state(self, member: _Member) -> dict[str, Tensor]:
+    def _state(self, member: Member) -> dict[str, Tensor]:
         self.state[member.p] = self._peek_state(member)
         return self.state[member.p]
 
-    def _mean(self, p: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """μ, while no sample is active.
-
-        Where coarse weights no longer match their float32 mean, somebody else wrote to them (loaded a checkpoint,
-        re-initialised a layer): what is in the weights counts.
-        """
-        if "mean" not in state:
-            return p.detach()
-        mean = state["mean"]
-        return torch.where(mean.to(p.dtype) == p, mean, p.to(mean.dtype))
-
     # -- samples ---------------------------------------------------------------------------------------------
 
-    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> list[_Written]:
+    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> list[Written]:
         plan = []
         for member in self._members():
             # Evaluation must leave no trace, so it looks at a state that it does not keep.
             state = self._state(member) if evaluation_draw is None else self._peek_state(member)
             mean = None
             if "mean" in state:
-                mean = self._mean(member.p, state)
+                mean = mean_of(member.p, state)
                 if evaluation_draw is None:
                     state["mean"].copy_(mean)
             plan.append(self._address(member, state, sample, evaluation_draw, mean))
         return plan
 
-    def _write_sample(self, plan: list[_Written]) -> None:
+    def _write_sample(self, plan: list[Written]) -> None:
+        keep = _small_enough_to_keep(plan)
         for bundle in _bundles(plan):
             params, offset = [entry.member.p for entry in bundle], _offset(bundle)
+            if keep:
+                for entry, piece in zip(bundle, pieces_of(params, offset), strict=True):
+                    entry.offset = piece
             if bundle[0].mean is None:
                 scatter_add_(params, offset)
             else:
@@ -173,7 +137,7 @@ class DiagonalOptimizer(VariationalOptimizer):
             for entry in bundle:
                 entry.done = True
 
-    def _restore_mean(self, plan: list[_Written]) -> None:
+    def _restore_mean(self, plan: list[Written]) -> None:
         for bundle in _bundles([entry for entry in plan if entry.done]):
             if bundle[0].mean is None:
                 scatter_add_([entry.member.p for entry in bundle], -_offset(bundle))
@@ -184,49 +148,60 @@ class DiagonalOptimizer(VariationalOptimizer):
 
     def _address(
         self,
-        member: _Member,
+        member: Member,
         state: dict[str, Tensor],
         sample: int,
         evaluation_draw: int | None,
         mean: Tensor | None,
-    ) -> _Written:
-        group, seed = member.group, member.group["seed"]
-        sign = 1
-        if evaluation_draw is not None:
-            draw = noise.Draw(seed, member.number, evaluation_draw, stream=noise.Stream.EVALUATION)
-        else:
-            step: noise.Word = state["step"] if group["capturable"] else int(state["step"])
-            if group["antithetic"]:
-                sample, sign = sample // 2, -1 if sample % 2 else 1
-            draw = noise.Draw(seed, member.number, step, sample)
-        return _Written(member, draw, sign, state["hess"], member.ess, member.damping, mean)
+    ) -> Written:
+        draw, sign = draw_of(member, state, sample, evaluation_draw)
+        return Written(member, draw, sign, state["hess"], member.ess, member.damping, mean)
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def _fold(self) -> None:
-        for member in self._members():
-            p, folded = member.p, self._ledger.folded.get(member.p)
-            if p.grad is None and folded is None:
+    def _needs_objective(self) -> bool:
+        return any(self._curvature(group).needs_objective for group in self.param_groups)
+
+    def _observe(self, objective: Objective, sample: int) -> None:
+        for group in self.param_groups:
+            estimator = self._curvature(group)
+            if not estimator.needs_objective:
                 continue
+            named = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
+            inside: dict[str, Tensor] = {name: p for name, p in named.items() if any(p is q for q in group["params"])}
+            if not inside:
+                continue
+            first = next(member for member in self._members() if member.group is group)
+            draw, _ = draw_of(first, self._state(first), sample, None)
+            labels = draw._replace(sample=sample, stream=noise.Stream.LABELS)
+            observed = estimator.observe(objective, inside, labels)
+            for p, value in zip(inside.values(), observed, strict=True):
+                self._ledger.observed[p] = value.detach().to(compute_dtype(p))
+
+    def _fold(self) -> None:
+        taking_part = [m for m in self._members() if m.p.grad is not None or m.p in self._ledger.folded]
+        noises = self._noises([m for m in taking_part if self._curvature(m.group).needs_noise])
+        for member in taking_part:
+            p, folded = member.p, self._ledger.folded.get(member.p)
             estimator, several = self._curvature(member.group), member.group["mc_samples"] > 1
-            grad = self._gradient(member, copy=several and folded is None)
+            grad = gradient_of(member, copy=several and folded is None)
             if folded is None:
                 # Samples in which the parameter took no part count with the gradient they had: zero.
                 for _ in range(self._ledger.folded_samples):
-                    folded = estimator.fold(folded, torch.zeros_like(grad))
-            self._ledger.folded[p] = estimator.fold(folded, grad)
+                    folded = estimator.fold(folded, _nothing_seen(grad))
+            observed = self._ledger.observed.pop(p, None)
+            if observed is None and estimator.needs_objective:
+                observed = torch.zeros_like(grad)
+            self._ledger.folded[p] = estimator.fold(folded, Evidence(grad, observed, noises.get(p)))
 
-    def _gradient(self, member: _Member, copy: bool) -> Tensor:
-        p, grad = member.p, member.p.grad
-        if grad is None:
-            return torch.zeros_like(p, dtype=compute_dtype(p))
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"Parameter {member.number} has a sparse gradient, which is not supported: its posterior needs the "
-                "gradient of every element. Build the embedding with sparse=False."
-            )
-        grad = grad.detach().to(compute_dtype(p), copy=copy)
-        return -grad if member.group["maximize"] else grad
+    def _noises(self, members: list[Member]) -> dict[Tensor, Tensor]:
+        """ε of the open sample, generated again."""
+        sample = self._ledger.open_sample
+        if not members or sample is None or self.mc_samples == 0:
+            return {}
+        draws = [draw_of(member, self._state(member), sample, None) for member in members]
+        generated = noise.normals_like([member.p for member in members], [draw for draw, _ in draws])
+        return {members[i].p: eps.mul_(draws[i][1]) for i, eps in generated}
 
     def _update(self) -> None:
         ready = []
@@ -259,7 +234,7 @@ class DiagonalOptimizer(VariationalOptimizer):
             momentum = gather([state["momentum"] for state in states])
             step = _steps(states)
         new = diagonal.natural_gradient_step(
-            gather([self._mean(item.member.p, item.state) for item in bundle]),
+            gather([mean_of(item.member.p, item.state) for item in bundle]),
             gather([state["hess"] for state in states]),
             momentum,
             statistics.grad,
@@ -281,6 +256,10 @@ class DiagonalOptimizer(VariationalOptimizer):
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
+    def _variance(self, member: Member, state: dict[str, Tensor]) -> Tensor:
+        """σ² of a parameter."""
+        return diagonal.variance(state["hess"], member.ess, member.damping)
+
     @torch.no_grad()
     def posterior(
         self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float | Tensor = 1.0
@@ -293,28 +272,14 @@ class DiagonalOptimizer(VariationalOptimizer):
         self._refuse_inside_sample("posterior()")
         self._leave()
         self._report_unusable(deferred=True)
-        members = {id(member.p): member for member in self._members()}
-        named = [(name, members.pop(id(p))) for name, p in model.named_parameters() if id(p) in members]
-        if members:
-            raise ValueError(
-                f"posterior(model): {len(members)} of the optimizer's parameters are not parameters of this model. "
-                "Pass the module the optimizer was built from, or one that contains all of them."
-            )
-        if not named:
-            raise ValueError(
-                "posterior(model): none of the optimizer's parameters requires a gradient, so none has a posterior."
-            )
+        named = named_members(model, self._members())
         sizes = {member.ess for _, member in named}
         mean, variance, prior_mean, prior_precision = {}, {}, {}, {}
         for name, member in named:
             state = self._peek_state(member)
-            mean[name] = self._mean(member.p, state).clone()
-            variance[name] = diagonal.variance(state["hess"], member.ess, member.damping)
-            if not bool((torch.isfinite(mean[name]) & torch.isfinite(variance[name])).all()):
-                raise FloatingPointError(
-                    f"The posterior of {name!r} is not finite: its weights or curvature hold NaN or infinity. "
-                    "Go back to an earlier checkpoint and lower lr or clip the gradients."
-                )
+            mean[name] = mean_of(member.p, state).clone()
+            variance[name] = self._variance(member, state)
+            require_finite(name, mean[name], variance[name])
             prior_mean[name] = torch.as_tensor(member.prior_mean).to(mean[name]).clone()
             prior_precision[name] = torch.as_tensor(member.prior_precision).to(mean[name]).clone()
         return DiagonalPosterior(
@@ -330,6 +295,11 @@ class DiagonalOptimizer(VariationalOptimizer):
         )
 
 
+def _nothing_seen(grad: Tensor) -> Evidence:
+    nothing = torch.zeros_like(grad)
+    return Evidence(nothing, nothing, nothing)
+
+
 def _steps(states: list[dict[str, Tensor]]) -> Tensor:
     """Step counts to go with gathered tensors: parameters that joined later, or sat out a step, have their own.
 
@@ -341,8 +311,20 @@ def _steps(states: list[dict[str, Tensor]]) -> Tensor:
     return gather([count.expand_as(state["hess"]) for count, state in zip(counts, states, strict=True)])
 
 
-def _offset(bundle: list[_Written]) -> Tensor:
-    """σ·ε of a bundle, gathered."""
+KEPT_ELEMENTS = 1 << 16
+"""A sample of at most this many weights on a CPU is kept until it is taken out of them."""
+
+
+def _small_enough_to_keep(plan: list[Written]) -> bool:
+    on_cpu = all(entry.member.p.device.type == "cpu" for entry in plan)
+    return on_cpu and sum(entry.member.p.numel() for entry in plan) <= KEPT_ELEMENTS
+
+
+def _offset(bundle: list[Written]) -> Tensor:
+    """σ·ε of a bundle, gathered: as it was kept, or generated again."""
+    kept = [entry.offset for entry in bundle if entry.offset is not None]
+    if len(kept) == len(bundle):
+        return gather(kept)
     noises = dict(noise.normals_like([entry.member.p for entry in bundle], [entry.draw for entry in bundle]))
     perturbation = diagonal.perturbation(
         gather([entry.hess for entry in bundle]),

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vprop.curvature import Folded
+from vprop.optim._curvature_matrix import KeptFactor
+
 
 class Holder(enum.Enum):
     """Who keeps a sample in the weights, and so who may take it out."""
@@ -35,6 +38,12 @@ class Ledger:
     folded_samples: int = 0
     folded: dict[Tensor, Any] = field(default_factory=dict)
     """What the structure has folded of the samples before the open one, by parameter."""
+    observed: dict[Tensor, Tensor] = field(default_factory=dict)
+    """What the curvature estimator saw of the objective at the open sample, by parameter."""
+    folded_all: Folded | None = None
+    observed_all: Tensor | None = None
+    """The same two of all parameters as one vector, for the full structure."""
+    factor: KeptFactor | None = None
 
     evaluation_draws: int = 0
     snapshots: int = 0
@@ -56,4 +65,5 @@ class Ledger:
         """Start the step over."""
         self.holder = self.plan = self.saved = self.open_sample = None
         self.folded_samples = 0
-        self.folded = {}
+        self.folded, self.observed = {}, {}
+        self.folded_all = self.observed_all = None

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from vprop.curvature import AntitheticSpread, CurvatureEstimator, SampleSpread, SquaredGradient
+from vprop.curvature import CurvatureEstimator, from_gradients
+from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim._diagonal import DiagonalOptimizer
 
 
@@ -22,6 +24,7 @@ class Vprop(DiagonalOptimizer):
         ĝ  = mean over k of ∇ℓ(θₖ)
         ĥ  = ess · mean over k of ∇ℓ(θₖ)²                  plain: Vprop-0, Vprop-1, Vprop-K
              ess · spread over k of ∇ℓ(θₖ)                 ``centered=True``
+             M · mean over k of g̃ₖ²                        ``sampled_fisher=True``: g̃ on M labels drawn from the model
         h  ← β₂·h + (1−β₂)·ĥ
         μ  ← μ − lr·(m̂ + δ(μ−m₀))/(h+δ)                    m̂ = ĝ, or its debiased average when β₁ > 0
 
@@ -49,6 +52,8 @@ class Vprop(DiagonalOptimizer):
             ``True`` for all of a group together, ``False`` for one at a time, ``None`` for bundles of small ones.
         fused: reserved for a fused kernel with the same result; ``None`` or ``False`` in this version.
         capturable: keep the step count on the device, so that a CUDA graph can capture sampling and step.
+        sampled_fisher: take the curvature from labels drawn from the model in place of the observed ones, which makes
+            it the Fisher; ``step`` then needs a :class:`vprop.Objective`, and each sample costs a second gradient.
 
     A gradient element that is NaN or infinite is left out: its mean and curvature keep their values, and a
     warning says so (on CPU in that step; on other devices, where looking would stall the queue, when
@@ -88,14 +93,15 @@ class Vprop(DiagonalOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        sampled_fisher: bool = False,
     ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in _NOT_HYPERPARAMETERS}
+        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
         super().__init__(params, defaults)
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
-        if not group["centered"]:
-            return SquaredGradient()
-        return AntitheticSpread() if group["antithetic"] else SampleSpread()
-
-
-_NOT_HYPERPARAMETERS = ("self", "params", "__class__")
+        return from_gradients(
+            torch.mul,
+            centered=group["centered"],
+            antithetic=group["antithetic"],
+            sampled_fisher=group["sampled_fisher"],
+        )

@@ -1,14 +1,17 @@
 """Gaussian posteriors: questions to a trained model."""
 
+from vprop.likelihood import Likelihood
 from vprop.posterior._base import ElboEstimate, Posterior
 from vprop.posterior.diagonal import DiagonalPosterior
+from vprop.posterior.full import FullPosterior
 from vprop.posterior.io import load_posterior
-from vprop.posterior.prediction import Likelihood, Prediction
+from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
 
 __all__ = [
     "DiagonalPosterior",
     "ElboEstimate",
+    "FullPosterior",
     "GaussianPrior",
     "Likelihood",
     "Posterior",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vprop.likelihood import Likelihood, check_likelihood
 from vprop.objective import LossFunction, Objective, batch_size_of, call_with_weights
-from vprop.posterior.prediction import Likelihood, Prediction, check_likelihood
+from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
 
 
@@ -156,6 +157,13 @@ class Posterior(ABC):
 
     def _in_model_dtypes(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}
+
+    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
+        missing = sorted(set(self.mean) - set(weights))
+        if missing:
+            raise ValueError(
+                f"log_prob(weights): weights lack {missing}. Pass a dict with the names of posterior.mean."
+            )
 
     # -- the ELBO --------------------------------------------------------------------------------------------
 

@@ -105,13 +105,6 @@ class DiagonalPosterior(Posterior):
         """Write to a safetensors file; :func:`vprop.load_posterior` reads it."""
         io.save(self, path, structure="diagonal", extra={"variance": self._variance})
 
-    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        missing = sorted(set(self.mean) - set(weights))
-        if missing:
-            raise ValueError(
-                f"log_prob(weights): weights lack {missing}. Pass a dict with the names of posterior.mean."
-            )
-
 
 def _total(terms: list[Tensor]) -> Tensor:
     """The sum of all elements, in float64 because there may be millions, on the CPU because devices may differ."""

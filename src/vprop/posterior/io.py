@@ -31,6 +31,7 @@ def save(posterior: Posterior, path: str | Path, *, structure: str, extra: dict[
         "ess": posterior.ess,
         "seed": posterior.seed,
         "likelihood": posterior.likelihood,
+        "order": list(posterior.mean),
     }
     if isinstance(posterior.noise_variance, Tensor):
         tensors["setting/noise_variance"] = posterior.noise_variance.detach().contiguous()
@@ -45,27 +46,31 @@ def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
     Its tensors go to the devices of the model's parameters; the model's own weights are not changed.
     """
     from vprop.posterior.diagonal import DiagonalPosterior  # the structures import this module
+    from vprop.posterior.full import FullPosterior
 
     sections, settings = _read(path)
     parameters = dict(model.named_parameters())
     _check_fit(sections["mean"], parameters, path)
     # A file has no order; the noise of a parameter depends on its place among the model's.
-    mean = sections["mean"] = {name: sections["mean"][name] for name in parameters if name in sections["mean"]}
+    order = [name for name in parameters if name in sections["mean"]]
     devices = {name: p.device for name, p in parameters.items()} | {n: b.device for n, b in model.named_buffers()}
+    devices |= {"precision": parameters[order[0]].device, "prior_precision": parameters[order[0]].device}
     for section in sections.values():
         for name, tensor in section.items():
             section[name] = tensor.to(devices.get(name, tensor.device))
-    structure = settings.pop("structure")
+    structure, saved_order = settings.pop("structure"), settings.pop("order", order)
+    matrices = sections.get("matrix", {})
+    prior = GaussianPrior(sections["prior_mean"], sections["prior_precision"], matrices.get("prior_precision"))
+    rest = settings | {"buffers": sections.get("buffer", {})}
+    if structure == "full":
+        mean = {name: sections["mean"][name] for name in saved_order}
+        return FullPosterior(model, mean, matrices["precision"], prior, **rest)._in_order(order)
     if structure != "diagonal":
-        raise ValueError(f"{path}: unknown structure {structure!r}: this version reads 'diagonal'. Update vprop.")
-    return DiagonalPosterior(
-        model,
-        mean,
-        sections["variance"],
-        GaussianPrior(sections["prior_mean"], sections["prior_precision"]),
-        buffers=sections.get("buffer", {}),
-        **settings,
-    )
+        raise ValueError(
+            f"{path}: unknown structure {structure!r}: this version reads 'diagonal' and 'full'. Update vprop."
+        )
+    mean = {name: sections["mean"][name] for name in order}
+    return DiagonalPosterior(model, mean, sections["variance"], prior, **rest)
 
 
 def _read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

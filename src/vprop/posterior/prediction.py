@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
-Likelihood = Literal["categorical", "bernoulli", "gaussian"]
-
-
-def check_likelihood(likelihood: str | None, noise_variance: float | Tensor) -> None:
-    """Refuse a likelihood that is not one of ours, and a variance that is none."""
-    if likelihood is not None and likelihood not in get_args(Likelihood):
-        names = ", ".join(repr(name) for name in get_args(Likelihood))
-        raise ValueError(
-            f"Invalid likelihood={likelihood!r}: must be one of {names}. Use 'categorical' for softmax logits, "
-            "'bernoulli' for sigmoid logits, 'gaussian' for regression."
-        )
-    if not bool((torch.as_tensor(noise_variance) >= 0).all()):
-        raise ValueError(
-            f"Invalid noise_variance={noise_variance!r}: must be >= 0. It is the variance, not its logarithm, of an "
-            "observation around its mean."
-        )
+from vprop.likelihood import Likelihood, check_likelihood
 
 
 class Prediction:

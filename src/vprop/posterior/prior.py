@@ -8,7 +8,12 @@ from torch import Tensor
 
 
 class GaussianPrior(NamedTuple):
-    """Prior means and precisions by parameter name; each is a tensor like the parameter, or 0-dimensional."""
+    """Prior means and precisions by parameter name; each is a tensor like the parameter, or 0-dimensional.
+
+    A prior with correlations (full structure only) has ``precision_matrix`` over all parameters in their order, and
+    ``precision`` is its diagonal.
+    """
 
     mean: dict[str, Tensor]
     precision: dict[str, Tensor]
+    precision_matrix: Tensor | None = None

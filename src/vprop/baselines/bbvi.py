@@ -1,0 +1,154 @@
+"""Black-box variational inference: stochastic gradients of the ELBO in μ and σ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from vprop.curvature import CurvatureEstimator, NoiseProduct
+from vprop.functional import black_box, diagonal
+from vprop.optim._arguments import NOT_HYPERPARAMETERS, invalid, is_number
+from vprop.optim._diagonal import DiagonalOptimizer, Written
+from vprop.optim._members import Member, mean_of
+from vprop.precision import compute_dtype
+
+_METHODS = ("sgd", "rmsprop", "adam")
+
+
+class BBVI(DiagonalOptimizer):
+    r"""Diagonal Gaussian variational inference by plain, RMSprop or Adam steps in μ and σ: what Vprop is compared with.
+
+    With L the negative ELBO, ess = N/τ and δ = λ/ess
+
+        G_μ = ∇_μ L/ess = mean over k of ĝₖ + δ(μ−m₀)
+        G_σ = ∇_σ L/ess = mean over k of ĝₖεₖ + δσ − 1/(ess·σ)
+        "sgd":      μ ← μ − lr·G_μ,  σ ← σ − lr_std·G_σ          constant steps, as the paper plots it
+        "rmsprop":  the same with G/(√v+eps), v ← β₂v + (1−β₂)G²
+        "adam":     the same with Adam's debiased averages
+
+    and σ stays between half and twice its old value, so that 1/σ can do no harm. Beside μ it keeps σ, and two
+    (RMSprop) or four (Adam) tensors of averages: 2, 4 and 6 numbers per weight, against the 2 of Vprop.
+
+    Args are those of :class:`vprop.Vprop`, and
+
+        method: "sgd", "rmsprop" or "adam".
+        lr_std: step for σ; ``None`` is ``lr``.
+        eps: added to the root of the mean square.
+        betas: of "adam"; "rmsprop" uses the second.
+        hess_init: σ starts at 1/√(ess·(hess_init+δ)).
+    """
+
+    _can_center = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.01,
+        *,
+        num_data: float,
+        prior_precision: float | Sequence[Tensor] = 1.0,
+        prior_mean: Sequence[Tensor] | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        mc_samples: int = 1,
+        antithetic: bool = False,
+        centered: bool = False,
+        temperature: float = 1.0,
+        hess_init: float = 1.0,
+        seed: int = 0,
+        maximize: bool = False,
+        method: str = "sgd",
+        lr_std: float | None = None,
+        eps: float = 1e-8,
+    ) -> None:
+        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
+        fixed = {"clip_radius": math.inf, "foreach": False, "fused": None, "capturable": False}
+        super().__init__(params, defaults | fixed)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does, with a check of its hyperparameters."""
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
+        return NoiseProduct()
+
+    def _new_state(self, member: Member) -> dict[str, Tensor]:
+        state = super()._new_state(member)
+        # σ takes the place of h: the same memory, and no division to get it back.
+        state["std"] = diagonal.variance(state.pop("hess"), member.ess, member.damping).sqrt()
+        return state
+
+    def _address(
+        self, member: Member, state: dict[str, Tensor], sample: int, evaluation_draw: int | None, mean: Tensor | None
+    ) -> Written:
+        precision = state["std"].square().reciprocal()
+        written = super()._address(member, state | {"hess": precision}, sample, evaluation_draw, mean)
+        written.ess, written.damping = 1.0, 0.0
+        return written
+
+    def _variance(self, member: Member, state: dict[str, Tensor]) -> Tensor:
+        return state["std"].square()
+
+    def _update(self) -> None:
+        for member in self._members():
+            folded = self._ledger.folded.pop(member.p, None)
+            if folded is None:
+                continue
+            state = self._state(member)
+            state["step"] += 1
+            mean, std, ess, group = mean_of(member.p, state), state["std"], member.ess, member.group
+            grads = {
+                "mean": black_box.mean_gradient(mean, folded.grad, member.damping, member.prior_mean),
+                "std": black_box.std_gradient(std, folded.product, ess, member.damping),
+            }
+            usable = torch.isfinite(grads["mean"]) & torch.isfinite(grads["std"])
+            lr_std = group["lr"] if group["lr_std"] is None else group["lr_std"]
+            directions = {
+                name: _direction(name, torch.where(usable, grad, 0), state, group) for name, grad in grads.items()
+            }
+            new_mean = torch.where(usable, mean - group["lr"] * directions["mean"], mean)
+            new_std = torch.where(usable, black_box.bounded(std - lr_std * directions["std"], std), std)
+            member.p.copy_(new_mean)
+            if "mean" in state:
+                state["mean"].copy_(new_mean)
+            std.copy_(new_std)
+            self._count_unusable((~usable).sum())
+
+
+def _direction(name: str, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+    """The step's direction, with the averages of ``method`` for this variational parameter kept in the state."""
+    method, betas, eps = group["method"], group["betas"], group["eps"]
+    if method == "sgd":
+        return grad
+    square = state.setdefault(f"{name}_square_avg", torch.zeros_like(grad, dtype=compute_dtype(grad)))
+    if method == "rmsprop":
+        direction, new_square = black_box.rmsprop_direction(grad, square, betas[1], eps)
+    else:
+        average = state.setdefault(f"{name}_avg", torch.zeros_like(square))
+        step = int(state["step"])
+        direction, new_average, new_square = black_box.adam_direction(grad, average, square, step, betas, eps)
+        average.copy_(new_average)
+    square.copy_(new_square)
+    return direction
+
+
+def _check(group: dict[str, Any]) -> None:
+    if group["method"] not in _METHODS:
+        raise invalid("method", group["method"], f"one of {_METHODS}", "'sgd' takes constant steps.")
+    if group["mc_samples"] < 1:
+        raise invalid("mc_samples", group["mc_samples"], ">= 1 for BBVI", "The gradient in σ needs a sample.")
+    for name, allowed in (("lr_std", "None or a finite number >= 0"), ("eps", "a finite number >= 0")):
+        value = group[name]
+        if name == "lr_std" and value is None:
+            continue
+        if not is_number(value) or not 0 <= value < math.inf:
+            raise invalid(name, value, allowed, "Leave it out for the default.")

@@ -1,0 +1,49 @@
+"""Monte Carlo dropout: a network trained with dropout, asked many times with dropout left on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vprop.likelihood import Likelihood
+from vprop.objective import call_model
+from vprop.posterior import Prediction
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class MCDropout:
+    """Predictions of ``model``, trained by whatever optimizer, averaged over dropout masks (Gal and Ghahramani, 2016).
+
+    Only the dropout layers are in training mode while it predicts; BatchNorm uses its running statistics. The masks
+    come from torch's generator under ``seed``; the caller's random state is put back.
+    """
+
+    def __init__(self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float = 1.0) -> None:
+        if not any(isinstance(module, _DROPOUT) for module in model.modules()):
+            raise ValueError(
+                "MCDropout needs a model with dropout layers (nn.Dropout, …): without them nothing varies."
+            )
+        self.model = model
+        self.likelihood: Likelihood | None = likelihood
+        self.noise_variance = noise_variance
+
+    @torch.no_grad()
+    def predict(self, x: Any, num_samples: int = 32, seed: int = 0) -> Prediction:
+        """Outputs under ``num_samples`` dropout masks."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        devices = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
+        try:
+            self.model.eval()
+            for module in self.model.modules():
+                if isinstance(module, _DROPOUT):
+                    module.train()
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(seed)
+                outputs = torch.stack([call_model(self.model, x) for _ in range(num_samples)])
+        finally:
+            for module, training in modes:
+                module.training = training
+        return Prediction(outputs, self.likelihood, self.noise_variance)

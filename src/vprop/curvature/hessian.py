@@ -1,0 +1,96 @@
+"""ĥ = diag ∇²ℓ(θ), or Ĥ = ∇²ℓ(θ): the exact Hessian of the mini-batch at the sample. CVI and VON.
+
+Computed by differentiating the gradient once more, a chunk of rows at a time, so that memory is bounded by the chunk
+and not by the number of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vprop.curvature._base import ObservedAverage
+from vprop.curvature._linear_layers import linear_layers_of, second_derivatives, single_layer_hessian
+from vprop.curvature._second_derivatives import backward_directions
+from vprop.noise import Draw
+from vprop.objective import Objective
+
+
+class HessianDiagonal(ObservedAverage):
+    """The mean over samples of the Hessian's diagonal: unbiased for E_q[diag ∇²ℓ], also with mini-batches.
+
+    A row of the Hessian costs about two gradients, so in general a diagonal costs twice as many as there are
+    parameters. In a chain of linear layers and elementwise functions the second derivative in a weight is that in its
+    output unit times the squared input, so that one row per *unit* is enough; such models are recognised.
+
+    ``sign`` is −1 where the objective is to be maximized; ``chunk_size`` rows are computed at a time.
+    """
+
+    def __init__(self, chunk_size: int = 32, sign: int = 1) -> None:
+        super().__init__()
+        self.chunk_size = chunk_size
+        self.sign = sign
+
+    @torch.enable_grad()
+    def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:
+        """diag ∇²ℓ at the weights in the model, in the shapes of the parameters."""
+        layers = linear_layers_of(objective)
+        if layers is not None and set(parameters) <= set(layers.parameter_names):
+            diagonals = second_derivatives(objective, layers, self.chunk_size)
+            return [self.sign * diagonals[name] for name in parameters]
+        weights = _weights(parameters)
+        grads = _gradients(objective.loss_at(weights), list(weights.values()))
+        diagonal = []
+        for weight, grad in zip(weights.values(), grads, strict=True):
+            pieces = [rows.diagonal(first) for first, rows in _rows(grad.flatten(), [weight], self.chunk_size)]
+            diagonal.append(self.sign * torch.cat(pieces).view_as(weight))
+        return diagonal
+
+
+class Hessian(ObservedAverage):
+    """The mean over samples of the Hessian over all parameters: unbiased for E_q[∇²ℓ], also with mini-batches.
+
+    A row costs about two gradients. A model that is one linear layer needs one per output unit only.
+    """
+
+    def __init__(self, chunk_size: int = 32, sign: int = 1) -> None:
+        super().__init__(torch.outer)
+        self.chunk_size = chunk_size
+        self.sign = sign
+
+    @torch.enable_grad()
+    def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:
+        """∇²ℓ at the weights in the model, each parameter's block of rows."""
+        sizes = [p.numel() for p in parameters.values()]
+        layers = linear_layers_of(objective)
+        if layers is not None and len(layers.layers) == 1 and list(parameters) == layers.parameter_names:
+            return list((self.sign * single_layer_hessian(objective, layers, self.chunk_size)).detach().split(sizes))
+        weights = _weights(parameters)
+        grads = _gradients(objective.loss_at(weights), list(weights.values()))
+        flat = torch.cat([grad.flatten() for grad in grads])
+        matrix = flat.new_empty(len(flat), len(flat))
+        for first, rows in _rows(flat, list(weights.values()), self.chunk_size):
+            matrix[first : first + len(rows)] = rows
+        matrix = self.sign * (matrix + matrix.T) / 2  # a rounding apart
+        return list(matrix.split(sizes))
+
+
+def _weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the parameters that a graph of their own can be built on."""
+    return {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+
+
+def _gradients(loss: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True)
+
+
+def _rows(grad: Tensor, weights: list[Tensor], chunk_size: int) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first row, rows of ∂grad/∂weights), a chunk at a time."""
+    for first in range(0, len(grad), chunk_size):
+        count = min(chunk_size, len(grad) - first)
+        directions = torch.zeros(count, len(grad), dtype=grad.dtype, device=grad.device)
+        directions.diagonal(first).fill_(1)
+        blocks = backward_directions(grad, weights, directions)
+        yield first, torch.cat([block.reshape(count, -1) for block in blocks], dim=1)

@@ -1,0 +1,28 @@
+"""Mean over samples of ĝ·ε: the gradient of the expected loss in σ, for θ = μ + σε."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vprop.curvature._base import CurvatureEstimator, Evidence, Folded
+
+
+class NoiseProduct(CurvatureEstimator):
+    """Unbiased for ∂/∂σ E_q[ℓ] = E_q[ĝε], which is σ·E_q[diag ∇²ℓ] (Price's theorem)."""
+
+    needs_noise = True
+
+    def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
+        """Running means of ĝ and ĝε."""
+        assert evidence.noise is not None
+        product = evidence.grad * evidence.noise
+        if folded is None:
+            return Folded(evidence.grad, product)
+        folded.count += 1
+        folded.grad = folded.grad.lerp(evidence.grad, 1 / folded.count)
+        folded.product = folded.product.lerp(product, 1 / folded.count)
+        return folded
+
+    def hess(self, folded: Folded, ess: float) -> Tensor:
+        """The mean of ĝε itself; no curvature until it is divided by σ."""
+        return folded.product

@@ -1,0 +1,133 @@
+"""A parameter with what its group says of it, and what every structure does with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vprop import noise
+from vprop.precision import compute_dtype, needs_master_copy
+
+
+@dataclass
+class Member:
+    """A parameter that takes part."""
+
+    p: Tensor
+    number: int
+    """Position among all parameters of the optimizer, which addresses its noise."""
+    group: dict[str, Any]
+    group_number: int
+    position: int
+    """Position inside the group, which addresses its prior."""
+
+    @property
+    def ess(self) -> float:
+        """N/τ."""
+        return self.group["num_data"] / self.group["temperature"]
+
+    @property
+    def prior_precision(self) -> float | Tensor:
+        """λ, one number or one per weight."""
+        precision = self.group["prior_precision"]
+        return precision[self.position] if isinstance(precision, list) else precision
+
+    @property
+    def damping(self) -> float | Tensor:
+        """δ = λ/ess."""
+        return self.prior_precision / self.ess
+
+    @property
+    def prior_mean(self) -> float | Tensor:
+        """m₀, 0 or one per weight."""
+        means = self.group["prior_mean"]
+        return 0.0 if means is None else means[self.position]
+
+
+def members_of(param_groups: Iterable[dict[str, Any]]) -> Iterator[Member]:
+    """All parameters that take part; one with ``requires_grad=False`` is a constant and does not."""
+    number = 0
+    for group_number, group in enumerate(param_groups):
+        for position, p in enumerate(group["params"]):
+            if p.requires_grad:
+                yield Member(p, number, group, group_number, position)
+            number += 1
+
+
+def new_state(member: Member) -> dict[str, Tensor]:
+    """The state that every structure keeps: the step count, and a float32 mean for coarse weights."""
+    p = member.p
+    state = {"step": torch.zeros((), dtype=torch.int64, device=p.device if member.group["capturable"] else "cpu")}
+    if needs_master_copy(p):
+        state["mean"] = p.detach().to(compute_dtype(p), copy=True)
+    return state
+
+
+def mean_of(p: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """μ, while no sample is active.
+
+    Where coarse weights no longer match their float32 mean, somebody else wrote to them (loaded a checkpoint,
+    re-initialised a layer): what is in the weights counts.
+    """
+    if "mean" not in state:
+        return p.detach()
+    mean = state["mean"]
+    return torch.where(mean.to(p.dtype) == p, mean, p.to(mean.dtype))
+
+
+def gradient_of(member: Member, copy: bool) -> Tensor:
+    """ĝ in the precision of the arithmetic: of the loss to be minimized, and zero where there is none."""
+    p, grad = member.p, member.p.grad
+    if grad is None:
+        return torch.zeros_like(p, dtype=compute_dtype(p))
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"Parameter {member.number} has a sparse gradient, which is not supported: its posterior needs the "
+            "gradient of every element. Build the embedding with sparse=False."
+        )
+    grad = grad.detach().to(compute_dtype(p), copy=copy)
+    return -grad if member.group["maximize"] else grad
+
+
+def draw_of(
+    member: Member, state: dict[str, Tensor], sample: int, evaluation_draw: int | None
+) -> tuple[noise.Draw, int]:
+    """The address of a sample's noise, and its sign: −1 for the second of an antithetic pair."""
+    group = member.group
+    if evaluation_draw is not None:
+        return noise.Draw(group["seed"], member.number, evaluation_draw, stream=noise.Stream.EVALUATION), 1
+    step: noise.Word = state["step"] if group["capturable"] else int(state["step"])
+    sign = 1
+    if group["antithetic"]:
+        sample, sign = sample // 2, -1 if sample % 2 else 1
+    return noise.Draw(group["seed"], member.number, step, sample), sign
+
+
+def named_members(model: nn.Module, members: Iterable[Member]) -> list[tuple[str, Member]]:
+    """The members by their names in ``model``, in the model's order; all of them must be there."""
+    by_id = {id(member.p): member for member in members}
+    named = [(name, by_id.pop(id(p))) for name, p in model.named_parameters() if id(p) in by_id]
+    if by_id:
+        raise ValueError(
+            f"posterior(model): {len(by_id)} of the optimizer's parameters are not parameters of this model. "
+            "Pass the module the optimizer was built from, or one that contains all of them."
+        )
+    if not named:
+        raise ValueError(
+            "posterior(model): none of the optimizer's parameters requires a gradient, so none has a posterior."
+        )
+    return named
+
+
+def require_finite(name: str, *tensors: Tensor) -> None:
+    """Refuse a posterior with NaN or infinity in it."""
+    for tensor in tensors:
+        if not bool(torch.isfinite(tensor).all()):
+            raise FloatingPointError(
+                f"The posterior of {name!r} is not finite: its weights or curvature hold NaN or infinity. "
+                "Go back to an earlier checkpoint and lower lr or clip the gradients."
+            )
