@@ -1,0 +1,135 @@
+"""The page, put together: claims, a section for each experiment, settings."""
+
+from __future__ import annotations
+
+from importlib import resources
+from string import Template
+from typing import Any
+
+from vprop.lab.report import curves, explore, memory
+from vprop.lab.report.markup import inline_json, setting, text
+from vprop.lab.report.schema import NAMED, kind_of
+from vprop.lab.report.style import Styles
+from vprop.lab.report.tables import claims_table, facts_table, memory_table, success_table
+
+TITLE = "vprop: the paper’s experiments, repeated"
+INTRODUCTION = (
+    "<em>Vprop: Variational Inference using RMSprop</em> (Khan et al., 2017) claims that RMSprop with noisy weights "
+    "performs Gaussian variational inference. This page repeats its experiments with the vprop library, adds methods "
+    "of our own and some that came later, and says of each claim whether it holds. Every number comes from the JSON "
+    "files of the same run."
+)
+HINT = (
+    "Lines are means over seeds, bands ± one standard deviation. Click a method in the legend to hide or show it in "
+    "both figures, double-click to see it alone; drag to zoom, double-click in a figure to zoom out. Dashed or dotted "
+    "lines are ours; thin ones are extras, hidden at first. A cross marks where a method diverged."
+)
+
+
+def render(results: dict[str, dict[str, Any]], styles: Styles, plotly_js: str) -> str:
+    """The page as a string; no clock, no machine: the same results give the same bytes."""
+    order = list(NAMED)
+    names = sorted(results, key=lambda name: (order.index(name) if name in order else len(order), name))
+    experiments = {name: results[name] for name in names if kind_of(name, results[name]) != "claims"}
+    claims = [claim for name in names for claim in results[name].get("claims", ())]
+    figures: dict[str, Any] = {}
+    sections = []
+    for name, result in experiments.items():
+        sections.append(_section(name, result, styles, figures))
+    links = [("claims", "Claims")] if claims else []
+    links += [(name, result["title"]) for name, result in experiments.items()]
+    links += [("settings", "Settings")] if experiments else []
+    return Template(_resource("page.html")).substitute(
+        title=text(TITLE),
+        introduction=INTRODUCTION,
+        environment=_environment_line(experiments),
+        links="".join(f'<a href="#{text(target)}">{text(caption)}</a>' for target, caption in links),
+        claims=_claims(claims),
+        sections="\n".join(sections),
+        settings=_settings(experiments),
+        css=_resource("page.css"),
+        data=inline_json(figures),
+        plotly=plotly_js,
+        script=_resource("page.js"),
+    )
+
+
+def _section(name: str, result: dict[str, Any], styles: Styles, figures: dict[str, Any]) -> str:
+    """One experiment; its figures are added to ``figures``."""
+    kind = kind_of(name, result)
+    if kind == "curves":  # how to read the figures is said once, at the first of them
+        hint = "" if any(figure["kind"] == "curves" for figure in figures.values()) else f'<p class="hint">{HINT}</p>'
+        figures.update({panel["id"]: curves.figure(panel, styles) for panel in result["panels"]})
+        body = hint + "".join(curves.html(panel, styles) for panel in result["panels"])
+    elif kind == "explore":
+        figures.update(explore.figures(result, styles))
+        body = _explore(result, styles)
+    else:
+        figures["memory"] = memory.figure(result, styles)
+        body = _memory(result)
+    notes = "".join(f"<li>{text(note)}</li>" for note in result["notes"])
+    return f"""
+<section id="{text(name)}">
+<h2>{text(result["title"])}</h2>
+<p class="lead">{text(result["description"])}</p>
+{f'<ul class="notes">{notes}</ul>' if notes else ""}
+{body}
+</section>"""
+
+
+def _explore(result: dict[str, Any], styles: Styles) -> str:
+    surface = curves.plot("explore", "Contours of the surface with the path of each method")
+    rates = curves.plot("explore-success", "How often each method reaches the global minimum", static="explore")
+    return f"""
+<article class="panel" id="panel-explore">
+<header class="panel-head"><div><h3>Paths and success rates</h3>
+<p class="facts">A path ends in a disc where it arrived, in a cross where it did not. Click the legend to hide a
+method.</p></div>{curves.files("explore")}</header>
+<div class="pair"><div>{surface}</div><div>{rates}{success_table(result["success"], styles)}</div></div>
+</article>"""
+
+
+def _memory(result: dict[str, Any]) -> str:
+    return f"""
+<article class="panel" id="panel-memory">
+<header class="panel-head"><div><h3>Bytes per parameter</h3><p class="facts">Hatched bars are ours.</p></div>
+{curves.files("memory")}</header>
+{curves.plot("memory", "Bytes of state per parameter for each optimizer")}
+{memory_table(result["rows"])}
+</article>"""
+
+
+def _claims(claims: list[dict[str, Any]]) -> str:
+    return f'<section id="claims"><h2>Claims</h2>{claims_table(claims)}</section>' if claims else ""
+
+
+def _settings(experiments: dict[str, dict[str, Any]]) -> str:
+    """How every number was obtained."""
+    if not experiments:
+        return ""
+    blocks = "".join(
+        f"<details><summary>{text(result['title'])}</summary><div class='pair even'>"
+        f"<div><h4>Settings</h4>{facts_table(result['settings'])}</div>"
+        f"<div><h4>Environment</h4>{facts_table(result['environment'])}</div></div></details>"
+        for result in experiments.values()
+    )
+    return (
+        f'<section id="settings"><h2>Settings and environment</h2><article class="panel">{blocks}</article></section>'
+    )
+
+
+def _environment_line(experiments: dict[str, dict[str, Any]]) -> str:
+    """What all experiments have in common; the rest is in the settings at the end."""
+    environments = [result["environment"] for result in experiments.values()]
+    if not environments:
+        return ""
+    common = {
+        key: value
+        for key, value in environments[0].items()
+        if value is not None and all(environment.get(key) == value for environment in environments)
+    }
+    return " · ".join(f"{text(key)} {text(setting(value))}" for key, value in common.items())
+
+
+def _resource(name: str) -> str:
+    return resources.files("vprop.lab.report").joinpath(name).read_text(encoding="utf-8")

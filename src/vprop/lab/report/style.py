@@ -1,0 +1,107 @@
+"""One colour, one dash and one place in the order for each method, the same in every figure and table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# Okabe and Ito's and Paul Tol's colour-blind-safe colours. A family shares a hue: the more samples, the darker.
+# The order is that of legends and tables.
+KNOWN = {
+    "rmsprop": "#4d4d4d",
+    "adam": "#8c8c8c",
+    "bbvi": "#e69f00",
+    "bbvi-rmsprop": "#b8860b",
+    "bbvi-adam": "#8a6d1d",
+    "vprop-0": "#88ccee",
+    "vprop-1": "#4a9fd8",
+    "vprop-2": "#0072b2",
+    "vprop-5": "#2f5aa8",
+    "vprop-10": "#332288",
+    "cvi": "#009e73",
+    "vogn": "#117733",
+    "vadam": "#aa4499",
+    "ivon": "#999933",
+    "von": "#44aa99",
+    "vong": "#661100",
+    "newton": "#6b7280",
+}
+# For methods that are not in the table, in order of appearance.
+SPARE = ["#d55e00", "#cc79a7", "#882255", "#cc6677", "#7a5195", "#a6761d", "#1b7837", "#5e4fa2", "#c51b7d", "#35978f"]
+NEUTRAL = "#7b8794"
+
+GROUP_ORDER = {"paper": 0, "ours": 1, "extra": 2}
+OUR_DASHES = ("dash", "dot", "dashdot")
+MATPLOTLIB_DASH = {"solid": "-", "dash": (0, (5, 1.8)), "dot": (0, (1.2, 1.4)), "dashdot": (0, (5, 1.6, 1.2, 1.6))}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a method is drawn."""
+
+    color: str
+    dash: str
+    width: float
+    order: tuple[int, int]
+
+
+class Styles:
+    """The styles of all methods in a set of results."""
+
+    def __init__(self, results: Iterable[dict[str, Any]]):
+        self._styles: dict[str, Style] = {}
+        self._names: dict[str, str] = {}  # label as a slug -> method name
+        results = list(results)
+        methods = [method for result in results for panel in result.get("panels", ()) for method in panel["methods"]]
+        for method in methods:
+            self._names.setdefault(slug(method["label"]), method["name"])
+            self._add(method["name"], method["group"])
+        for result in results:
+            for trajectory in [*result.get("trajectories", ()), *result.get("success", ())]:
+                self._add(self._key(trajectory["label"]), "paper")
+
+    def of(self, name: str) -> Style:
+        """The style of a method by its name, or by its label where a result has no names."""
+        return self._styles[self._key(name)]
+
+    def color(self, label: str, default: str = NEUTRAL) -> str:
+        """The colour of a method that may not be in any other figure."""
+        key = self._key(label)
+        return self._styles[key].color if key in self._styles else KNOWN.get(key, default)
+
+    def sort(self, methods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Methods in the order of the report: the paper's, ours, extras."""
+        return sorted(methods, key=lambda method: self.of(method.get("name", method["label"])).order)
+
+    def _key(self, name: str) -> str:
+        return name if name in self._styles else self._names.get(slug(name), slug(name))
+
+    def _add(self, name: str, group: str) -> None:
+        if name in self._styles:
+            return
+        taken = {style.color for style in self._styles.values()}
+        spare = [color for color in SPARE if color not in taken] or SPARE
+        ours = sum(style.order[0] == GROUP_ORDER["ours"] for style in self._styles.values())
+        place = list(KNOWN).index(name) if name in KNOWN else len(KNOWN) + len(self._styles)
+        self._styles[name] = Style(
+            color=KNOWN.get(name, spare[0]),
+            dash=OUR_DASHES[ours % len(OUR_DASHES)] if group == "ours" else "solid",
+            width=1.3 if group == "extra" else 2.2,
+            order=(GROUP_ORDER[group], place),
+        )
+
+
+def slug(text: str) -> str:
+    """Lower case, with hyphens for everything that is no letter or digit, and without the mark of ours.
+
+    >>> slug("Vprop-2, centred (ours)")
+    'vprop-2-centred'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower().replace("(ours)", "")).strip("-")
+
+
+def legend_label(method: dict[str, Any]) -> str:
+    """The label, with "(ours)" for what is not in the paper."""
+    return method["label"] + (" (ours)" if method["group"] == "ours" and "ours" not in method["label"].lower() else "")
