@@ -1,0 +1,197 @@
+"""One pass over the data, an example at a time: the Kalman filter, and VON and VONG used as filters.
+
+A natural-gradient step with N = 1, lr = 1, β₂ = 0 and the last posterior as the prior is a filter's update:
+
+    P ← P + Ĥ,   μ ← μ − P⁻¹ĝ
+
+With the Hessian at the mean as Ĥ (VON without sampling) this is, for logistic regression, the extended Kalman filter to
+rounding, because there the Hessian is the Fisher. VONG puts ĝĝᵀ in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vprop import VON, VONG
+from vprop.baselines import ExtendedKalmanFilter, exact_vi_logistic
+from vprop.lab.environment import environment
+from vprop.lab.experiments.curves import over_seeds
+from vprop.lab.experiments.pool import Pool
+from vprop.lab.experiments.problem import LogisticRegression, fingerprint, problem
+
+PRIOR_PRECISION = 1.0
+"""With the paper's λ = 1e-5 the first few examples would send every linearisation to its limits."""
+
+_Build = Callable[..., torch.optim.Optimizer]
+METHODS: dict[str, tuple[str, str, _Build | None, dict[str, Any]]] = {
+    "ekf": ("Extended Kalman filter", "paper", None, {}),
+    "von": ("VON as a filter, no sampling", "ours", VON, {"mc_samples": 0}),
+    "vong": ("VONG as a filter, no sampling", "paper", VONG, {"mc_samples": 0}),
+    "vong-1": ("VONG-1 as a filter", "paper", VONG, {"mc_samples": 1}),
+    "vong-fisher": ("VONG as a filter, sampled Fisher", "paper", VONG, {"mc_samples": 0, "sampled_fisher": True}),
+}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One method over the data in one order."""
+
+    method: str
+    data: str
+    fingerprint: str
+    seed: int
+    examples: int
+    points: int = 12
+    data_dir: Path | None = None
+
+    @property
+    def key(self) -> str:
+        """A name for the outcome."""
+        spec = {"experiment": "filter", "format": 1, "prior": PRIOR_PRECISION} | asdict(self) | {"data_dir": None}
+        return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def run_pass(job: Pass) -> dict[str, Any]:
+    """Filter the examples one by one, score the Gaussian on the way."""
+    torch.set_num_threads(1)
+    task = _task(job.data, job.data_dir)
+    rows = torch.randperm(task.num_data, generator=torch.Generator().manual_seed(job.seed))[: job.examples]
+    marks = sorted({round(len(rows) ** (i / (job.points - 1))) for i in range(job.points)})
+    states = _kalman(task, rows) if job.method == "ekf" else _chain(task, rows, job)
+    scores, mean, covariance = {}, torch.zeros(0), torch.zeros(0)
+    for seen, (mean, covariance) in enumerate(states, start=1):
+        if seen in marks:
+            scores[seen] = task.score(mean, covariance)
+    return {
+        "pass": asdict(job) | {"data_dir": None},
+        "passes": [seen / task.num_data for seen in marks],
+        "elbo": [scores[seen].elbo for seen in marks],
+        "log_loss": [scores[seen].log_loss for seen in marks],
+        "mean": mean.tolist(),
+        "precision": torch.linalg.inv(covariance).tolist(),
+    }
+
+
+def _task(data: str, data_dir: Path | None) -> LogisticRegression:
+    task = problem("logreg", data, data_dir)
+    assert isinstance(task, LogisticRegression)
+    copy = LogisticRegression(task.data)
+    copy.prior_precision = PRIOR_PRECISION
+    return copy
+
+
+def _kalman(task: LogisticRegression, rows: Tensor) -> Any:
+    model = task.model(0)
+    ekf = ExtendedKalmanFilter(model, prior_precision=PRIOR_PRECISION, likelihood="bernoulli")
+    for row in rows:
+        ekf.update(task.train_x[row : row + 1], task.train_y[row : row + 1])
+        yield ekf.mean.clone(), ekf.covariance.clone()
+
+
+def _chain(task: LogisticRegression, rows: Tensor, job: Pass) -> Any:
+    """Each example's posterior is the next one's prior."""
+    model = task.model(0)
+    _, _, build, arguments = METHODS[job.method]
+    assert build is not None
+    size = sum(p.numel() for p in model.parameters())
+    prior: dict[str, Any] = {
+        "prior_mean": [torch.zeros_like(p) for p in model.parameters()],
+        "prior_precision": PRIOR_PRECISION * torch.eye(size, dtype=torch.float64),
+    }
+    for number, row in enumerate(rows):
+        optimizer: Any = build(
+            list(model.parameters()), lr=1.0, num_data=1, betas=(0.0, 0.0), hess_init=0.0,
+            seed=job.seed * 1_000_003 + number, **prior, **arguments,
+        )  # fmt: skip
+        optimizer.step(task.objective(model, row[None]))
+        posterior = optimizer.posterior(model)
+        prior = posterior.as_prior()
+        yield posterior.mean["weight"].flatten(), posterior.covariance
+
+
+def filters(pool: Pool, data: str, seeds: int, data_dir: Path | None, most: int = 400) -> dict[str, Any]:
+    """Every method over the data in several orders, with the distance of its end from the Kalman filter's."""
+    task = _task(data, data_dir)
+    examples = min(most, task.num_data)
+    print_of = fingerprint(task.data)
+    jobs = {
+        (name, seed): Pass(name, data, print_of, seed, examples, data_dir=data_dir)
+        for name in METHODS
+        for seed in range(seeds)
+    }
+    results = pool.run_all("Filters", list(jobs.values()), run_pass, key=lambda job: job.key)
+    by_method = {name: [results[jobs[name, seed].key] for seed in range(seeds)] for name in METHODS}
+    methods = []
+    for name, (label, group, _, _) in METHODS.items():
+        runs = by_method[name]
+        methods.append(
+            {
+                "name": f"filter-{name}",
+                "label": label,
+                "group": group,
+                "samples": None,
+                "grid": [],
+                "chosen": None,
+                "score_name": "nothing to choose",
+                "seeds": list(range(seeds)),
+                "passes": runs[0]["passes"],
+                "paper_passes": runs[0]["passes"],
+                "elbo": over_seeds([run["elbo"] for run in runs]) | {"standard_error": None},
+                "log_loss": over_seeds([run["log_loss"] for run in runs]),
+                "seconds": None,
+                "distance_to_ekf": [_distance(run, ekf) for run, ekf in zip(runs, by_method["ekf"], strict=True)],
+            }
+        )
+    exact = exact_vi_logistic(task.train_x, task.data.train_y, PRIOR_PRECISION, "full")
+    return {
+        "experiment": "filter",
+        "title": "VONG and the extended Kalman filter",
+        "description": (
+            "Logistic regression, one pass over the data, one example at a time. VON and VONG take each example with "
+            "the last posterior as their prior, which turns them into filters; nothing is tuned. Everything is scored "
+            "as a posterior of the whole training data."
+        ),
+        "environment": environment(),
+        "settings": {"prior precision": PRIOR_PRECISION, "orders of the data": seeds, "examples": examples},
+        "notes": [
+            "Distance of the end from the Kalman filter's, in its standard deviations (root mean square over weights): "
+            + "; ".join(f"{method['label']} {sum(method['distance_to_ekf']) / seeds:.2g}" for method in methods[1:])
+            + "."
+        ],
+        "panels": [
+            {
+                "id": f"filter-{data}",
+                "title": f"{data}, one example at a time",
+                "data": data,
+                "batch": 1,
+                "num_data": task.num_data,
+                "num_parameters": task.train_x.shape[1],
+                "prior_precision": PRIOR_PRECISION,
+                "lines": [
+                    {"label": "exact VI, full", "metric": "elbo", "value": exact.elbo},
+                    {
+                        "label": "exact VI, full",
+                        "metric": "log_loss",
+                        "value": task.score(exact.mean, exact.covariance).log_loss,
+                    },
+                ],
+                "methods": methods,
+            }
+        ],
+    }
+
+
+def _distance(run: dict[str, Any], ekf: dict[str, Any]) -> float:
+    """√((μ−μ')ᵀP(μ−μ')/D) with P the Kalman filter's precision."""
+    difference = torch.tensor(run["mean"], dtype=torch.float64) - torch.tensor(ekf["mean"], dtype=torch.float64)
+    precision = torch.tensor(ekf["precision"], dtype=torch.float64)
+    return math.sqrt(max(0.0, float(difference @ precision @ difference)) / len(difference))

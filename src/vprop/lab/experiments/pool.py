@@ -1,0 +1,123 @@
+"""Many runs on all cores: what is in the store is not run again, what finishes is stored at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from vprop.lab.experiments.store import Store
+
+Job = TypeVar("Job")
+
+
+class Interrupted(Exception):
+    """Ctrl-C, after everything that was finished has been stored."""
+
+
+@dataclass
+class Pool:
+    """Runs jobs, shows how far it is, and knows what was run before."""
+
+    store: Store
+    console: Console
+    workers: int = 0
+    """Processes; 0 for one per core."""
+
+    def run_all(
+        self,
+        title: str,
+        jobs: Sequence[Job],
+        execute: Callable[[Job], dict[str, Any]],
+        key: Callable[[Job], str],
+        cost: Callable[[Job], float] = lambda job: 1.0,
+    ) -> dict[str, dict[str, Any]]:
+        """The results of all jobs by key. ``cost`` is a guess, for the estimate of the time that is left."""
+        done: dict[str, dict[str, Any]] = {}
+        waiting: dict[str, Job] = {}
+        for job in jobs:
+            stored = self.store.load(key(job))
+            if stored is None:
+                waiting[key(job)] = job
+            else:
+                done[key(job)] = stored
+        if len(done):
+            self.console.print(f"{title}: {len(done)} of {len(done) + len(waiting)} runs were done before.")
+        if waiting:
+            done.update(self._run_waiting(title, waiting, execute, cost))
+        return done
+
+    def _run_waiting(
+        self,
+        title: str,
+        waiting: dict[str, Job],
+        execute: Callable[[Job], dict[str, Any]],
+        cost: Callable[[Job], float],
+    ) -> dict[str, dict[str, Any]]:
+        done: dict[str, dict[str, Any]] = {}
+        columns = (
+            TextColumn("{task.description:<32}"),
+            BarColumn(),
+            TextColumn("{task.fields[finished]}/{task.fields[all]} runs"),
+            TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
+        )
+        # Long ones first, so that no core waits for a straggler at the end.
+        order = sorted(waiting, key=lambda name: -cost(waiting[name]))
+        executor = ProcessPoolExecutor(
+            max_workers=min(self.workers or os.cpu_count() or 1, len(waiting)),
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_leave_interrupts_to_the_parent,
+        )
+        with Progress(*columns, console=self.console, speed_estimate_period=600) as progress:
+            total = sum(cost(job) for job in waiting.values())
+            bar = progress.add_task(title, total=total, finished=0, all=len(waiting))
+            futures: dict[Future[dict[str, Any]], str] = {}
+            try:
+                for name in order:
+                    futures[executor.submit(execute, waiting[name])] = name
+                pending = set(futures)
+                while pending:
+                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        name = futures[future]
+                        done[name] = future.result()
+                        self.store.save(name, done[name])
+                        progress.update(bar, advance=cost(waiting[name]), finished=len(done))
+            except KeyboardInterrupt:
+                _stop(executor)
+                raise Interrupted(
+                    f"Interrupted. {len(done)} of {len(waiting)} runs of «{title}» were finished and are kept; the "
+                    "same command goes on from there."
+                ) from None
+            except BaseException:
+                _stop(executor)
+                raise
+        executor.shutdown()
+        return done
+
+
+def _stop(executor: ProcessPoolExecutor) -> None:
+    """End the workers now; what they were at is lost."""
+    processes = list((executor._processes or {}).values())
+    executor.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.terminate()
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

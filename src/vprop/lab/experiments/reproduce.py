@@ -1,0 +1,236 @@
+"""`vprop reproduce`: the experiments, their results as JSON, and the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vprop.lab.data import DATASETS, DataError, DataNotFound, load
+from vprop.lab.experiments.claims import claims
+from vprop.lab.experiments.curves import Plan, compare
+from vprop.lab.experiments.explore import explore
+from vprop.lab.experiments.filter import filters
+from vprop.lab.experiments.memory import memory
+from vprop.lab.experiments.methods import BY_NAME
+from vprop.lab.experiments.pool import Pool
+from vprop.lab.experiments.store import Store, write_json
+
+PAPER_DATA = ("australian", "a1a")
+SHIPPED_DATA = ("breast_cancer",)
+LONG_METHODS = ("cvi-10", "vogn-10", "von-10", "vprop-2", "vprop-2-centered", "vong-2-centered")
+NOT_BY_DEFAULT = ("vogn-10", "vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")
+"""Left out of logistic regression unless asked for, so that it stays within minutes."""
+
+COUNTING = (
+    "Passes are counted fairly: a method that evaluates K gradients per step uses K passes. The button «as in the paper» "
+    "counts one pass per step over all data instead. Second derivatives (CVI, VON) and per-example gradients (VOGN) come "
+    "on top and are not counted; the seconds per run in the tables include them."
+)
+
+
+class UsageError(Exception):
+    """What was asked for does not exist; the message says what does."""
+
+
+@dataclass
+class Request:
+    """What the user asked for."""
+
+    out: Path
+    data: tuple[str, ...] = ()
+    """Data sets by name; none for the paper's, or the shipped one where those cannot be found."""
+    data_dir: Path | None = None
+    methods: tuple[str, ...] = ()
+    seeds: int | None = None
+    gradients: int | None = None
+    workers: int = 0
+    short: bool = False
+    """Shipped data, fewer methods, shorter runs: to see what it is like."""
+    notes: list[str] = field(default_factory=list)
+
+    def pick(self, value: int | None, usual: int, short: int) -> int:
+        """What was asked for, or the usual."""
+        return value if value is not None else short if self.short else usual
+
+
+def reproduce(experiments: tuple[str, ...], request: Request, console: Console) -> Path:
+    """Run ``experiments``, write their results, and draw the report from all results that are there."""
+    check(request)
+    pool = Pool(Store(request.out / "runs"), console, request.workers)
+    for name in experiments:
+        result = EXPERIMENTS[name](request, pool)
+        write_json(request.out / "results" / f"{name}.json", result, indent=1)
+    return report(request.out, console)
+
+
+def report(out: Path, console: Console) -> Path:
+    """The page, from results on disk: nothing is trained."""
+    from vprop.lab.report import write_report
+
+    results = {}
+    for name in EXPERIMENTS:
+        path = out / "results" / f"{name}.json"
+        if path.exists():
+            results[name] = json.loads(path.read_text())
+    if not results:
+        raise UsageError(f"There are no results in {out / 'results'}: run `vprop reproduce logreg --out {out}` first.")
+    decided = claims(results)
+    write_json(out / "results" / "claims.json", decided, indent=1)
+    page = write_report(results | {"claims": decided}, out)
+    _print_claims(decided, console)
+    console.print(f"Report: {page}", soft_wrap=True)
+    return page
+
+
+def check(request: Request) -> None:
+    """Refuse what cannot work before anything is run, and settle which data are used."""
+    for name in request.methods:
+        if name not in BY_NAME:
+            raise UsageError(f"Unknown method {name!r}: must be one of {', '.join(BY_NAME)}.")
+    for name, value in (("seeds", request.seeds), ("passes", request.gradients)):
+        if value is not None and value < 1:
+            raise UsageError(f"Invalid --{name} {value}: must be at least 1.")
+    try:
+        (request.out / "runs").mkdir(parents=True, exist_ok=True)
+        (request.out / "runs" / ".writable").touch()
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write to {request.out}: {error.strerror}. Choose another folder with --out."
+        ) from error
+    if request.data or request.short:
+        request.data = request.data or SHIPPED_DATA
+        for name in request.data:
+            _check_binary(name)
+            load(name, request.data_dir)
+        return
+    try:
+        for name in PAPER_DATA:
+            load(name, request.data_dir)
+        request.data = PAPER_DATA
+    except DataNotFound as error:
+        request.data = SHIPPED_DATA
+        request.notes.append(
+            "The paper's data were not found, so this run uses the breast cancer data that scikit-learn ships. "
+            + str(error)
+        )
+
+
+def _check_binary(name: str) -> None:
+    if name not in DATASETS:
+        load(name)  # names the known ones
+    if name not in (*PAPER_DATA, *SHIPPED_DATA):
+        usable = ", ".join((*PAPER_DATA, *SHIPPED_DATA))
+        raise DataError(f"The experiments need two classes, which {name!r} has not: choose from {usable}.")
+
+
+def _say_notes(request: Request, pool: Pool) -> None:
+    for note in request.notes:
+        pool.console.print(f"Note: {note}", style="yellow", soft_wrap=True)
+
+
+def _methods(request: Request, left_out: tuple[str, ...] = ()) -> tuple[str, ...]:
+    short = ("bbvi", "cvi-10", "vprop-2", "vprop-1", "vprop-0", "rmsprop", "vprop-2-centered", "vong-2-centered")
+    if request.methods:
+        return request.methods
+    return short if request.short else tuple(name for name in BY_NAME if name not in left_out)
+
+
+def _logreg(request: Request, pool: Pool) -> dict[str, Any]:
+    _say_notes(request, pool)
+    plan = Plan(
+        problem="logreg",
+        data=request.data,
+        batches=(None,) if request.short else (None, 32),
+        seeds=request.pick(request.seeds, 3, 2),
+        gradients=request.pick(request.gradients, 600, 200),
+        methods=_methods(request, NOT_BY_DEFAULT),
+        data_dir=request.data_dir,
+    )
+    return compare(plan, pool) | {
+        "title": "Logistic regression",
+        "description": "ELBO on the training data, by quadrature (left), and log-loss of the posterior predictive on the "
+        "test data (right). The dashed lines are exact variational inference by L-BFGS, diagonal and full. " + COUNTING,
+        "notes": request.notes,
+    }
+
+
+def _long(request: Request, pool: Pool) -> dict[str, Any]:
+    data = "a1a" if "a1a" in request.data else request.data[0]
+    plan = Plan(
+        problem="logreg",
+        data=(data,),
+        batches=(None,),
+        seeds=1,
+        gradients=request.pick(request.gradients, 4000, 400),
+        methods=request.methods or LONG_METHODS,
+        data_dir=request.data_dir,
+        fixed={"lr": 0.05, "beta2": 0.95},
+        id_suffix="-long",
+    )
+    return compare(plan, pool) | {
+        "experiment": "long",
+        "title": "Given time",
+        "description": "Where the methods end up when they are run for long, one seed, one setting for all: how near the "
+        "ground truth an estimator's own bias lets it come. " + COUNTING,
+        "notes": [],
+    }
+
+
+def _mlp(request: Request, pool: Pool) -> dict[str, Any]:
+    _say_notes(request, pool)
+    plan = Plan(
+        problem="mlp",
+        data=request.data,
+        batches=(None,) if request.short else (None, 32),
+        seeds=request.pick(request.seeds, 3, 2),
+        gradients=request.pick(request.gradients, 800, 200),
+        methods=_methods(request, ("vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")),
+        data_dir=request.data_dir,
+        points=14,
+    )
+    return compare(plan, pool) | {
+        "title": "A small network",
+        "description": "Two hidden layers of ten tanh units, λ = 1. The ELBO is estimated with 100 weight samples, the same "
+        "noise for every method; its standard error is in the tables. The test log-loss averages 32 samples. "
+        + COUNTING,
+        "notes": [*request.notes, "Full-covariance methods take part where the network has at most 500 weights."],
+    }
+
+
+def _explore(request: Request, pool: Pool) -> dict[str, Any]:
+    return explore(pool, request.pick(request.seeds, 40, 10))
+
+
+def _filter(request: Request, pool: Pool) -> dict[str, Any]:
+    data = "australian" if "australian" in request.data else request.data[0]
+    return filters(pool, data, request.pick(request.seeds, 5, 2), request.data_dir)
+
+
+def _memory(request: Request, pool: Pool) -> dict[str, Any]:
+    return memory()
+
+
+EXPERIMENTS: dict[str, Callable[[Request, Pool], dict[str, Any]]] = {
+    "logreg": _logreg,
+    "mlp": _mlp,
+    "long": _long,
+    "filter": _filter,
+    "explore": _explore,
+    "memory": _memory,
+}
+
+
+def _print_claims(decided: dict[str, Any], console: Console) -> None:
+    table = Table(title="The paper's claims", title_justify="left")
+    table.add_column("claim")
+    table.add_column("verdict")
+    colours = {"holds": "green", "holds in part": "yellow", "does not hold": "red", "not measured": "bright_black"}
+    for claim in decided["claims"]:
+        table.add_row(claim["sentence"], f"[{colours[claim['verdict']]}]{claim['verdict']}[/]")
+    console.print(table)

@@ -1,0 +1,43 @@
+"""Results of runs on disk, one small file each: written whole or not at all, so that an interrupt loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+class Store:
+    """A folder of JSON files by key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, key: str) -> dict[str, Any] | None:
+        """What was stored under ``key``; ``None`` if nothing was, or if the file is damaged."""
+        try:
+            return json.loads(self._path(key).read_text())
+        except (OSError, json.JSONDecodeError):
+            return None
+
+    def save(self, key: str, result: dict[str, Any]) -> None:
+        """Store a result."""
+        write_json(self._path(key), result)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+def write_json(path: Path, value: dict[str, Any], indent: int | None = None) -> None:
+    """Write next to the target and rename, which replaces it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(value, file, indent=indent, allow_nan=False)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
