@@ -28,9 +28,9 @@ NOT_BY_DEFAULT = ("vogn-10", "vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-a
 """Left out of logistic regression unless asked for, so that it stays within minutes."""
 
 COUNTING = (
-    "Passes are counted fairly: a method that evaluates K gradients per step uses K passes. The button «as in the paper» "
-    "counts one pass per step over all data instead. Second derivatives (CVI, VON) and per-example gradients (VOGN) come "
-    "on top and are not counted; the seconds per run in the tables include them."
+    "Passes are counted fairly: a method that evaluates K gradients per step uses K passes. The button «as in the "
+    "paper» counts one pass per step over all data instead. Second derivatives (CVI, VON) and per-example gradients "
+    "(VOGN) come on top and are not counted; the seconds per run in the tables include them."
 )
 
 
@@ -154,8 +154,9 @@ def _logreg(request: Request, pool: Pool) -> dict[str, Any]:
     )
     return compare(plan, pool) | {
         "title": "Logistic regression",
-        "description": "ELBO on the training data, by quadrature (left), and log-loss of the posterior predictive on the "
-        "test data (right). The dashed lines are exact variational inference by L-BFGS, diagonal and full. " + COUNTING,
+        "description": "ELBO on the training data, by quadrature (left), and log-loss of the posterior predictive on "
+        "the test data (right). The dashed lines are exact variational inference by L-BFGS, diagonal and full. "
+        + COUNTING,
         "notes": request.notes,
     }
 
@@ -176,8 +177,8 @@ def _long(request: Request, pool: Pool) -> dict[str, Any]:
     return compare(plan, pool) | {
         "experiment": "long",
         "title": "Given time",
-        "description": "Where the methods end up when they are run for long, one seed, one setting for all: how near the "
-        "ground truth an estimator's own bias lets it come. " + COUNTING,
+        "description": "Where the methods end up when they are run for long, one seed, one setting for all: how near "
+        "the ground truth an estimator's own bias lets it come. " + COUNTING,
         "notes": [],
     }
 
@@ -196,8 +197,8 @@ def _mlp(request: Request, pool: Pool) -> dict[str, Any]:
     )
     return compare(plan, pool) | {
         "title": "A small network",
-        "description": "Two hidden layers of ten tanh units, λ = 1. The ELBO is estimated with 100 weight samples, the same "
-        "noise for every method; its standard error is in the tables. The test log-loss averages 32 samples. "
+        "description": "Two hidden layers of ten tanh units, λ = 1. The ELBO is estimated with 100 weight samples, the "
+        "same noise for every method; its standard error is in the tables. The test log-loss averages 32 samples. "
         + COUNTING,
         "notes": [*request.notes, "Full-covariance methods take part where the network has at most 500 weights."],
     }
