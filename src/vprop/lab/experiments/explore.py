@@ -115,7 +115,7 @@ def explore(pool: Pool, seeds: int) -> dict[str, Any]:
         walks = [results[Walk(label, seed, num_data).key]["points"] for seed in range(trials)]
         reached = [math.dist(points[-1], GLOBAL_MINIMUM) <= REACHED for points in walks]
         low, high = wilson_interval(sum(reached), trials) if trials > 1 else (float(reached[0]), float(reached[0]))
-        title = label if num_data == WIDE else f"{label}, narrower posterior (N = {NARROW:g})"
+        title = label if num_data == WIDE else f"{label}, N = {NARROW:g}"
         success.append({"label": title, "rate": sum(reached) / trials, "low": low, "high": high, "seeds": trials})
         if num_data == WIDE:
             trajectories.append({"label": label, "points": _thinned(walks[0]), "success": reached[0]})

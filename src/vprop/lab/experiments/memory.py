@@ -42,10 +42,10 @@ def _entries() -> list[tuple[str, str, str, Build]]:
 
 def memory(weights: int = WEIGHTS) -> dict[str, Any]:
     """Bytes per weight of every optimizer after a step."""
-    rows = [
-        {"label": label, "group": group, "tensors": kept, "bytes_per_parameter": bytes_per_weight(build, weights)}
-        for label, group, kept, build in _entries()
-    ]
+    rows = []
+    for label, group, kept, build in _entries():
+        size = round(bytes_per_weight(build, weights), 2)  # a step count is a few bytes in all
+        rows.append({"label": label, "group": group, "tensors": kept, "bytes_per_parameter": size})
     return {
         "experiment": "memory",
         "title": "Memory",

@@ -93,7 +93,8 @@ class Pool:
                 pending = set(futures)
                 while pending:
                     finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in finished:
+                    # One that failed ends everything, so it comes after those that are still to be stored.
+                    for future in sorted(finished, key=lambda one: one.exception() is not None):
                         name = futures[future]
                         done[name] = future.result()
                         self.store.save(name, done[name])

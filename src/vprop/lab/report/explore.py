@@ -107,7 +107,7 @@ def _paths_layout(result: dict[str, Any]) -> dict[str, Any]:
 
 def _success(result: dict[str, Any], styles: Styles) -> dict[str, Any]:
     """Rates as points with their intervals: bars would hide where an interval begins."""
-    rows = styles.sort(result["success"])
+    rows = result["success"]
     trace = {
         "type": "scatter",
         "mode": "markers",
@@ -129,7 +129,7 @@ def _success(result: dict[str, Any], styles: Styles) -> dict[str, Any]:
     }
     layout = {
         "height": 100 + 36 * len(rows),
-        "xaxis": {"range": [-4, 104], "ticksuffix": "%", "title": "runs that reach the global minimum"},
+        "xaxis": {"range": [-4, 104], "ticksuffix": "%", "title": "global minimum reached"},
         "yaxis": {"range": [len(rows) - 0.5, -0.5], "automargin": True, "showline": False},
     }
     return {"kind": "plain", "data": [trace], "layout": layout}

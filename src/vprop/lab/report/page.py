@@ -85,7 +85,8 @@ def _explore(result: dict[str, Any], styles: Styles) -> str:
 <header class="panel-head"><div><h3>Paths and success rates</h3>
 <p class="facts">A path ends in a disc where it arrived, in a cross where it did not. Click the legend to hide a
 method.</p></div>{curves.files("explore")}</header>
-<div class="pair"><div>{surface}</div><div>{rates}{success_table(result["success"], styles)}</div></div>
+<div class="pair"><div>{surface}</div><div>{rates}</div></div>
+{success_table(result["success"], styles)}
 </article>"""
 
 

@@ -89,7 +89,7 @@ def draw_explore(result: dict[str, Any], styles: Styles, folder: Path) -> None:
         unique = dict(zip(reversed(names), reversed(handles), strict=True))
         ordered = list(dict.fromkeys(names))
         figure.legend([unique[name] for name in ordered], ordered, loc="outside lower center", ncols=5)
-        _rates(right, styles.sort(result["success"]), styles)
+        _rates(right, result["success"], styles)
         _save(figure, folder, "explore")
 
 

@@ -15,18 +15,24 @@ KNOWN = {
     "bbvi": "#e69f00",
     "bbvi-rmsprop": "#b8860b",
     "bbvi-adam": "#8a6d1d",
+    "vprop": "#0072b2",
     "vprop-0": "#88ccee",
     "vprop-1": "#4a9fd8",
     "vprop-2": "#0072b2",
     "vprop-5": "#2f5aa8",
     "vprop-10": "#332288",
     "cvi": "#009e73",
+    "cvi-10": "#009e73",
+    "vprop-2-centered": "#cc79a7",
+    "von-1": "#d55e00",
+    "von-10": "#d55e00",
+    "vong-2-centered": "#882255",
     "vogn": "#117733",
+    "vogn-10": "#117733",
     "vadam": "#aa4499",
     "ivon": "#999933",
-    "von": "#44aa99",
-    "vong": "#661100",
     "newton": "#6b7280",
+    "gradient-descent": "#a6761d",
 }
 # For methods that are not in the table, in order of appearance.
 SPARE = ["#d55e00", "#cc79a7", "#882255", "#cc6677", "#7a5195", "#a6761d", "#1b7837", "#5e4fa2", "#c51b7d", "#35978f"]
@@ -76,7 +82,11 @@ class Styles:
         return sorted(methods, key=lambda method: self.of(method.get("name", method["label"])).order)
 
     def _key(self, name: str) -> str:
-        return name if name in self._styles else self._names.get(slug(name), slug(name))
+        if name in self._styles:
+            return name
+        plain = re.sub(r"-n-\d+$", "", slug(name))  # the same method with another N
+        plain = plain.replace("centred", "centered").replace("-with-", "-")
+        return self._names.get(slug(name), plain)
 
     def _add(self, name: str, group: str) -> None:
         if name in self._styles:

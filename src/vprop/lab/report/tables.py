@@ -57,7 +57,7 @@ def success_table(success: list[dict[str, Any]], styles: Styles) -> str:
             f"{100 * row['low']:.0f}–{100 * row['high']:.0f}%",
             number(row["seeds"]),
         )
-        for row in styles.sort(success)
+        for row in success
     ]
     return table(["Method", "Success", "Interval", "Runs"], rows, css="numbers", numeric=(1, 2, 3))
 

@@ -1,0 +1,180 @@
+"""The experiments: fair tuning, honest counting, caching, and what the small ones must show."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from vprop.lab.experiments import curves, explore, filter, memory, pool, run
+from vprop.lab.experiments.methods import BY_NAME, METHODS
+from vprop.lab.experiments.problem import problem
+from vprop.lab.experiments.store import Store, write_json
+
+TINY = run.Run("logreg", "breast_cancer", "x", None, "vprop-2", (("beta2", 0.9), ("lr", 0.1)), 0, 20, 4)
+
+
+@pytest.fixture
+def workers(tmp_path):
+    return pool.Pool(Store(tmp_path / "runs"), Console(quiet=True), workers=1)
+
+
+class TestFairness:
+    def test_every_method_tries_the_same_number_of_settings(self):
+        assert {len(method.grid) for method in METHODS} == {8}
+        assert all(len({tuple(sorted(setting.items())) for setting in method.grid}) == 8 for method in METHODS)
+
+    def test_names_are_unique(self):
+        assert len(BY_NAME) == len(METHODS)
+
+    @pytest.mark.parametrize("name", [method.name for method in METHODS])
+    def test_a_run_counts_the_gradients_that_it_evaluates(self, name, monkeypatch):
+        """Count real backward passes of the loss, and compare with what the figure claims."""
+        calls = []
+        backward = torch.Tensor.backward
+
+        def counted(tensor, *args, **kwargs):
+            calls.append(1)
+            return backward(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, "backward", counted)
+        method = BY_NAME[name]
+        kind = "mlp" if method.networks_only else "logreg"
+        setting = tuple(sorted(method.grid[0].items()))
+        result = run.execute(replace(TINY, problem=kind, method=name, setting=setting, gradients=20))
+        drawn = 2 if name == "vprop-2-fisher" else 1  # gradients on drawn labels go through torch.autograd.grad
+        assert len(calls) * drawn == result["passes"][-1]
+        assert result["passes"][-1] == result["paper_passes"][-1] * method.gradients
+
+    def test_passes_of_mini_batches(self):
+        result = run.execute(replace(TINY, batch=32, gradients=40))
+        steps, per_step = 20, 32 / problem("logreg", "breast_cancer", None).num_data
+        assert result["paper_passes"][-1] == pytest.approx(steps * per_step)
+        assert result["passes"][-1] == pytest.approx(2 * steps * per_step)
+
+    def test_step_sizes_are_chosen_without_the_test_data(self, monkeypatch):
+        task = problem("logreg", "breast_cancer", None)
+        monkeypatch.setattr(task, "test_x", None)
+        monkeypatch.setattr(task, "test_y", None)
+        for name in ("vprop-2", "rmsprop", "vong-2-centered"):
+            setting = tuple(sorted(BY_NAME[name].grid[1].items()))
+            assert math.isfinite(run.execute(replace(TINY, method=name, setting=setting, points=0))["score"])
+
+    def test_the_best_setting_is_chosen_and_a_diverged_one_never(self):
+        base, method = replace(TINY, method="", setting=(), points=0), BY_NAME["vprop-1"]
+        keys = [replace(base, method=method.name, setting=tuple(sorted(s.items()))).key for s in method.grid]
+        scores = [None, -5.0, -3.0, None, -9.0, -4.0, None, -8.0]
+        tuned = {key: {"score": score} for key, score in zip(keys, scores, strict=True)}
+        assert curves._best(base, method, tuned) == method.grid[2]
+        assert curves._best(base, method, {key: {"score": None} for key in keys}) is None
+
+
+class TestRuns:
+    def test_the_same_run_twice_is_the_same(self):
+        first, second = run.execute(TINY), run.execute(TINY)
+        assert first["elbo"] == second["elbo"]
+        assert first["log_loss"] == second["log_loss"]
+
+    def test_seeds_differ(self):
+        assert run.execute(TINY)["elbo"] != run.execute(replace(TINY, seed=1))["elbo"]
+
+    def test_a_diverging_run_has_none_and_no_exception(self):
+        result = run.execute(replace(TINY, method="bbvi", setting=(("lr", 1e30),), gradients=40))
+        assert result["elbo"][-1] is None
+        tuning = run.execute(replace(TINY, method="bbvi", setting=(("lr", 1e30),), gradients=40, points=0))
+        assert tuning["score"] is None
+        json.dumps([result, tuning], allow_nan=False)
+
+    def test_the_key_depends_on_everything_but_the_folder(self, tmp_path):
+        other = [
+            replace(TINY, seed=1),
+            replace(TINY, batch=32),
+            replace(TINY, gradients=21),
+            replace(TINY, setting=(("beta2", 0.9), ("lr", 0.2))),
+            replace(TINY, fingerprint="y"),
+            replace(TINY, problem="mlp"),
+        ]
+        assert len({TINY.key, *(entry.key for entry in other)}) == 7
+        assert replace(TINY, data_dir=tmp_path).key == TINY.key
+
+    def test_full_batch_elbo_is_the_posteriors_own(self):
+        """The figure's quadrature against the library's Monte Carlo; 5 standard errors, once in 1.7 million."""
+        task = problem("logreg", "breast_cancer", None)
+        model = task.model(0)
+        setting = {"lr": 0.1, "beta2": 0.9}
+        optimizer = BY_NAME["cvi-10"].build(model.parameters(), task.num_data, 1.0, 0, 0.02, **setting)
+        for _ in range(10):
+            optimizer.step(task.objective(model, None))
+        posterior = optimizer.posterior(model)
+        estimate = posterior.elbo_estimate(task.objective(model, None), num_samples=500)
+        assert abs(task.score_posterior(posterior).elbo - estimate.value) < 5 * estimate.standard_error
+
+
+class TestPool:
+    def test_nothing_is_run_twice(self, workers, monkeypatch):
+        jobs = [TINY, replace(TINY, seed=1)]
+        first = workers.run_all("Tiny", jobs, run.execute, key=lambda job: job.key)
+        monkeypatch.setattr(workers, "_run_waiting", lambda *_: pytest.fail("ran again"))
+        assert workers.run_all("Tiny", jobs, run.execute, key=lambda job: job.key) == first
+
+    def test_a_damaged_file_is_run_again(self, workers):
+        key = TINY.key
+        first = workers.run_all("Tiny", [TINY], run.execute, key=lambda job: job.key)[key]
+        (workers.store.folder / f"{key}.json").write_text('{"half": ')
+        again = workers.run_all("Tiny", [TINY], run.execute, key=lambda job: job.key)[key]
+        assert again["elbo"] == first["elbo"]
+
+    def test_a_failing_run_is_an_error_and_the_finished_ones_are_kept(self, workers):
+        bad = replace(TINY, data="no-such-data")
+        with pytest.raises(Exception, match="no-such-data"):
+            workers.run_all("Tiny", [TINY, bad], run.execute, key=lambda job: job.key)
+        assert workers.store.load(TINY.key) is not None
+
+    def test_a_file_is_written_whole_or_not_at_all(self, tmp_path):
+        write_json(tmp_path / "a.json", {"x": 1})
+        with pytest.raises(ValueError, match="Out of range float"):
+            write_json(tmp_path / "a.json", {"x": math.nan})
+        assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+        assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_memory_is_what_the_paper_says():
+    """Vprop keeps two numbers per weight, BBVI with RMSprop four, with Adam six: of four bytes each."""
+    rows = {row["label"]: row["bytes_per_parameter"] for row in memory.memory(weights=50_000)["rows"]}
+    expected = {"RMSprop": 8, "Vprop": 8, "BBVI": 8, "BBVI with RMSprop": 16, "BBVI with Adam": 24, "Adam": 12}
+    assert {label: round(rows[label], 1) for label in expected} == expected
+
+
+class TestExplore:
+    def test_newton_and_gradient_descent_stop_in_the_near_minimum(self):
+        for label in ("Newton", "Gradient descent"):
+            end = explore.walk(explore.Walk(label, 0))["points"][-1]
+            assert math.dist(end, explore._nearest_minimum()) < 0.1
+
+    def test_sampling_escapes(self):
+        ends = [explore.walk(explore.Walk("VON-1", seed))["points"][-1] for seed in range(5)]
+        assert sum(math.dist(end, explore.GLOBAL_MINIMUM) < explore.REACHED for end in ends) >= 4
+
+    def test_the_global_minimum_is_one(self):
+        axis = torch.linspace(-3.6, 3.2, 200, dtype=torch.float64)
+        grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), dim=-1)
+        center = torch.tensor(explore.GLOBAL_MINIMUM, dtype=torch.float64)
+        assert float(explore.landscape(center)) == 0.0
+        assert float(explore.landscape(grid).min()) > 0
+
+
+def test_von_as_a_filter_is_the_kalman_filter():
+    """For logistic regression the Hessian is the Fisher: one natural-gradient step per example is the EKF's update."""
+    results = {
+        name: filter.run_pass(filter.Pass(name, "breast_cancer", "x", 0, examples=60))
+        for name in ("ekf", "von", "vong")
+    }
+    assert filter._distance(results["von"], results["ekf"]) < 1e-9
+    torch.testing.assert_close(
+        torch.tensor(results["von"]["precision"]), torch.tensor(results["ekf"]["precision"]), rtol=1e-6, atol=1e-6
+    )
+    assert filter._distance(results["vong"], results["ekf"]) > 1e-3
