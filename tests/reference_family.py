@@ -21,8 +21,8 @@ N(m0, 1/λ) and δ = λ/ess. All but BBVI are one natural-gradient step with dif
     centered, antithetic:  (VONG) ĝĝᵀ → mean over the complete pairs of ddᵀ, d = (ĝ₊−ĝ₋)/2
     centered:              (VONG) ĝĝᵀ → unbiased sample covariance of ĝ₁ … ĝ_K
     clip:                  each element within ±clip_radius, before lr
-    kept positive:         diagonal: H ← max(H, 0). Full: if H+δ is not positive definite, the eigenvalues of H are
-                           raised to at least 0
+    kept positive:         diagonal: H ← max(H, 0). Full: if H + δI/1000 is not positive definite, the eigenvalues of H
+                           are raised to at least 0
 
 A vector λ is the diagonal of the prior's precision; where the structure is full, λ may be a matrix too. Whatever is
 random comes from outside: `noises` holds one vector per independent draw (K, or ceil(K/2) when antithetic).
@@ -107,7 +107,7 @@ class NaiveNaturalGradient:
         self.hess = self.beta2 * self.hess + (1.0 - self.beta2) * hess_estimate
         if not self.full:
             self.hess = np.maximum(self.hess, 0.0)
-        elif np.min(np.linalg.eigvalsh(self.hess + self.delta)) <= 0.0:
+        elif np.min(np.linalg.eigvalsh(self.hess + 1e-3 * self.delta)) <= 0.0:
             values, vectors = np.linalg.eigh(self.hess)
             self.hess = vectors @ np.diag(np.maximum(values, 0.0)) @ vectors.T
 

@@ -40,7 +40,7 @@ class Objective:
         y: Any,
         *,
         likelihood: Likelihood | None = None,
-        noise_variance: float | Tensor = 1.0,
+        noise_variance: float | Tensor | None = None,
     ) -> None:
         check_likelihood(likelihood, noise_variance)
         self.model = model
@@ -48,9 +48,11 @@ class Objective:
         self.x = x
         self.y = y
         self.likelihood: Likelihood | None = likelihood
-        self.noise_variance = noise_variance
-        if likelihood is None and (known := likelihood_of(loss_fn)) is not None:
-            self.likelihood, self.noise_variance = known
+        known = likelihood_of(loss_fn)
+        if known is not None and likelihood in (None, known[0]):
+            self.likelihood = known[0]
+            noise_variance = known[1] if noise_variance is None else noise_variance
+        self.noise_variance = 1.0 if noise_variance is None else noise_variance
 
     def __call__(self) -> Tensor:
         """Clear the gradients, compute the loss and its gradients at the current weights."""

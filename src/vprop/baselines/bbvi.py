@@ -41,6 +41,8 @@ class BBVI(DiagonalOptimizer):
         eps: added to the root of the mean square.
         betas: of "adam"; "rmsprop" uses the second.
         hess_init: σ starts at 1/√(ess·(hess_init+δ)).
+        clip_radius: bound on each element of a direction, before ``lr`` and ``lr_std``.
+        foreach: makes no difference here.
     """
 
     _can_center = False
@@ -59,15 +61,18 @@ class BBVI(DiagonalOptimizer):
         centered: bool = False,
         temperature: float = 1.0,
         hess_init: float = 1.0,
+        clip_radius: float = float("inf"),
         seed: int = 0,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
         method: str = "sgd",
         lr_std: float | None = None,
         eps: float = 1e-8,
     ) -> None:
         defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
-        fixed = {"clip_radius": math.inf, "foreach": False, "fused": None, "capturable": False}
-        super().__init__(params, defaults | fixed)
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does, with a check of its hyperparameters."""
@@ -110,12 +115,15 @@ class BBVI(DiagonalOptimizer):
                 "mean": black_box.mean_gradient(mean, folded.grad, member.damping, member.prior_mean),
                 "std": black_box.std_gradient(std, folded.product, ess, member.damping),
             }
-            usable = torch.isfinite(grads["mean"]) & torch.isfinite(grads["std"])
+            # The square as well: an infinite average would make the weight NaN one step later.
+            usable = torch.isfinite(grads["mean"].square()) & torch.isfinite(grads["std"].square())
             lr_std = group["lr"] if group["lr_std"] is None else group["lr_std"]
             directions = {
                 name: _direction(name, torch.where(usable, grad, 0), state, group) for name, grad in grads.items()
             }
-            new_mean = torch.where(usable, mean - group["lr"] * directions["mean"], mean)
+            new_mean = mean - group["lr"] * directions["mean"]
+            usable = usable & torch.isfinite(new_mean)
+            new_mean = torch.where(usable, new_mean, mean)
             new_std = torch.where(usable, black_box.bounded(std - lr_std * directions["std"], std), std)
             member.p.copy_(new_mean)
             if "mean" in state:
@@ -126,19 +134,19 @@ class BBVI(DiagonalOptimizer):
 
 def _direction(name: str, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
     """The step's direction, with the averages of ``method`` for this variational parameter kept in the state."""
-    method, betas, eps = group["method"], group["betas"], group["eps"]
+    method, betas, eps, radius = group["method"], group["betas"], group["eps"], group["clip_radius"]
     if method == "sgd":
-        return grad
+        return grad.clamp(-radius, radius)
     square = state.setdefault(f"{name}_square_avg", torch.zeros_like(grad, dtype=compute_dtype(grad)))
     if method == "rmsprop":
         direction, new_square = black_box.rmsprop_direction(grad, square, betas[1], eps)
     else:
         average = state.setdefault(f"{name}_avg", torch.zeros_like(square))
-        step = int(state["step"])
+        step = state["step"].to(grad.dtype)
         direction, new_average, new_square = black_box.adam_direction(grad, average, square, step, betas, eps)
         average.copy_(new_average)
     square.copy_(new_square)
-    return direction
+    return direction.clamp(-radius, radius)
 
 
 def _check(group: dict[str, Any]) -> None:

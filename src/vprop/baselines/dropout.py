@@ -10,6 +10,7 @@ from torch import nn
 from vprop.likelihood import Likelihood
 from vprop.objective import call_model
 from vprop.posterior import Prediction
+from vprop.posterior._base import check_num_samples
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -33,6 +34,7 @@ class MCDropout:
     @torch.no_grad()
     def predict(self, x: Any, num_samples: int = 32, seed: int = 0) -> Prediction:
         """Outputs under ``num_samples`` dropout masks."""
+        check_num_samples(num_samples)
         modes = [(module, module.training) for module in self.model.modules()]
         devices = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
         try:
@@ -41,7 +43,11 @@ class MCDropout:
                 if isinstance(module, _DROPOUT):
                     module.train()
             with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(seed)
+                # torch.manual_seed would seed all devices, also those that are not put back.
+                torch.random.default_generator.manual_seed(seed)
+                for device in devices:
+                    with torch.cuda.device(device):
+                        torch.cuda.manual_seed(seed)
                 outputs = torch.stack([call_model(self.model, x) for _ in range(num_samples)])
         finally:
             for module, training in modes:

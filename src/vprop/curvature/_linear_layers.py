@@ -19,9 +19,17 @@ from vprop.objective import Objective, call_model
 
 _PER_EXAMPLE = (
     nn.Identity, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU,
-    nn.Mish, nn.Softsign, nn.LogSigmoid, nn.Hardtanh, nn.Softmax, nn.LogSoftmax, nn.LayerNorm,
+    nn.Mish, nn.Softsign, nn.LogSigmoid, nn.Hardtanh,
 )  # fmt: skip
 """Modules that treat each example by itself and keep a matrix a matrix."""
+
+
+def _treats_examples_alone(module: nn.Module) -> bool:
+    if isinstance(module, nn.Softmax | nn.LogSoftmax):
+        return module.dim in (1, -1)
+    if isinstance(module, nn.LayerNorm):
+        return len(module.normalized_shape) == 1
+    return type(module) in _PER_EXAMPLE
 
 
 @dataclass
@@ -37,14 +45,17 @@ class LinearLayers:
 
 
 def linear_layers_of(objective: Objective) -> LinearLayers | None:
-    """The linear layers if the model is a chain of them and elementwise functions, and its input is a matrix."""
-    if not isinstance(objective.x, Tensor) or objective.x.dim() != 2:
+    """The linear layers if the model is a chain of them and elementwise functions, and its input is a matrix.
+
+    The loss must be a mean over examples, which is known of torch's own and of those whose likelihood is given.
+    """
+    if not isinstance(objective.x, Tensor) or objective.x.dim() != 2 or objective.likelihood is None:
         return None
     layers: list[tuple[str, nn.Linear]] = []
     for name, module in objective.model.named_modules(remove_duplicate=False):
         if type(module) is nn.Linear:
             layers.append((name, module))
-        elif type(module) is not nn.Sequential and type(module) not in _PER_EXAMPLE:
+        elif type(module) is not nn.Sequential and not _treats_examples_alone(module):
             return None
         if module._forward_hooks or module._forward_pre_hooks:
             return None  # a hook may do anything
@@ -98,7 +109,7 @@ def _passes(objective: Objective, chain: LinearLayers) -> list[tuple[Tensor, Ten
         inputs.append(args[0].detach())
         # A leaf's second derivatives can be asked for even where nothing before it needs a gradient.
         outputs.append(output if output.requires_grad else output.requires_grad_())
-        return outputs[-1]
+        return outputs[-1].clone()  # what comes next may write in place
 
     handles = [layer.register_forward_hook(record) for _, layer in chain.layers]
     try:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vprop.curvature._base import ObservedAverage
 from vprop.curvature._linear_layers import linear_layers_of, second_derivatives, single_layer_hessian
@@ -41,7 +42,7 @@ class HessianDiagonal(ObservedAverage):
             diagonals = second_derivatives(objective, layers, self.chunk_size)
             return [self.sign * diagonals[name] for name in parameters]
         weights = _weights(parameters)
-        grads = _gradients(objective.loss_at(weights), list(weights.values()))
+        grads = _gradients(objective, weights)
         diagonal = []
         for weight, grad in zip(weights.values(), grads, strict=True):
             pieces = [rows.diagonal(first) for first, rows in _rows(grad.flatten(), [weight], self.chunk_size)]
@@ -68,7 +69,7 @@ class Hessian(ObservedAverage):
         if layers is not None and len(layers.layers) == 1 and list(parameters) == layers.parameter_names:
             return list((self.sign * single_layer_hessian(objective, layers, self.chunk_size)).detach().split(sizes))
         weights = _weights(parameters)
-        grads = _gradients(objective.loss_at(weights), list(weights.values()))
+        grads = _gradients(objective, weights)
         flat = torch.cat([grad.flatten() for grad in grads])
         matrix = flat.new_empty(len(flat), len(flat))
         for first, rows in _rows(flat, list(weights.values()), self.chunk_size):
@@ -82,8 +83,11 @@ def _weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
 
 
-def _gradients(loss: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True)
+def _gradients(objective: Objective, weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """The gradients, with a graph to differentiate once more (which torch's fast attention kernels do not have)."""
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = objective.loss_at(weights)
+        return torch.autograd.grad(loss, list(weights.values()), create_graph=True, materialize_grads=True)
 
 
 def _rows(grad: Tensor, weights: list[Tensor], chunk_size: int) -> Iterator[tuple[int, Tensor]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
 from vprop.curvature._base import ObservedAverage
@@ -36,14 +36,20 @@ class PerExampleGaussNewton(ObservedAverage):
             x, y = tree_map(_as_batch_of_one, (x, y))
             return objective.loss_at(weights, x, y)
 
-        gradients = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
+        in_dims = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, (objective.x, objective.y))
+        gradients = vmap(grad_and_value(loss_of_one), in_dims=(None, *in_dims), randomness="different")
         totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        counted = 0
         for first in range(0, objective.batch_size, self.chunk_size):
             chunk = slice(first, first + self.chunk_size)
             x, y = tree_map(lambda t, chunk=chunk: t[chunk] if isinstance(t, Tensor) else t, (objective.x, objective.y))
-            for name, rows in gradients(weights, x, y).items():
-                totals[name] += rows.square().sum(0)
-        return [total / objective.batch_size for total in totals.values()]
+            with torch.no_grad():  # parameters outside `weights` would tie all chunks into one graph
+                rows, losses = gradients(weights, x, y)
+            # The loss of an example whose label is ignored is 0/0: it is not part of the mean.
+            counted += int((~losses.isnan()).sum())
+            for name, values in rows.items():
+                totals[name] += values.square().sum(0)
+        return [total / max(1, counted) for total in totals.values()]
 
 
 def _as_batch_of_one(leaf: Any) -> Any:
@@ -52,9 +58,10 @@ def _as_batch_of_one(leaf: Any) -> Any:
 
 def _refuse_batchnorm(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
             raise ValueError(
-                f"{name!r} is a {type(module).__name__} in training mode, which mixes the examples of a batch, so that "
-                "no example has a gradient of its own. Put it in evaluation mode (module.eval()), or use GroupNorm or "
-                "LayerNorm, or an optimizer that needs no per-example gradients (Vprop)."
+                f"{name!r} is a {type(module).__name__} in training mode (or without running statistics), which mixes "
+                "the examples of a batch, so that no example has a gradient of its own. Put it in evaluation mode "
+                "(module.eval()), or use GroupNorm or LayerNorm, or an optimizer that needs no per-example gradients "
+                "(Vprop)."
             )

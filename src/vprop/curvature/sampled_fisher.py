@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vprop.curvature._base import ObservedAverage
-from vprop.likelihood import draw_labels
+from vprop.likelihood import draw_labels, labels_in_the_mean
 from vprop.noise import Draw
 from vprop.objective import Objective
 
@@ -33,9 +33,12 @@ class SampledFisher(ObservedAverage):
             )
         weights = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
         outputs = objective.output_at(weights)
-        labels, count = draw_labels(outputs.detach(), objective.y, objective.likelihood, objective.noise_variance, draw)
+        likelihood, noise_variance = objective.likelihood, objective.noise_variance
+        labels = draw_labels(outputs.detach(), objective.y, likelihood, noise_variance, draw)
         loss = objective.loss_fn(outputs, labels)
+        (slope,) = torch.autograd.grad(loss, outputs, retain_graph=True)
         grads = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+        count = labels_in_the_mean(outputs.detach(), labels, slope, likelihood, noise_variance)
         return [math.sqrt(count) * grad for grad in grads]
 
     def curvature_of(self, observed: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def rmsprop_direction(grad: Tensor, square_avg: Tensor, beta2: float, eps: float
 
 
 def adam_direction(
-    grad: Tensor, avg: Tensor, square_avg: Tensor, step: int, betas: tuple[float, float], eps: float
+    grad: Tensor, avg: Tensor, square_avg: Tensor, step: Scalar, betas: tuple[float, float], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(m̂/(√v̂+eps), m, v), debiased as Adam does."""
     avg = torch.lerp(avg, grad, 1 - betas[0])

@@ -8,8 +8,9 @@ is δ = λ/ess: a number, one number per weight, or a matrix. With Δ the matrix
     m ← β₁·m + (1−β₁)·ĝ,   m̂ = m / (1−β₁ᵗ)
     μ ← μ − lr·clip((H + Δ)⁻¹(m̂ + Δ(μ−m₀)))
 
-with the new H in the last line. Away from a minimum the Hessian of a loss that is not convex can make H + Δ
-indefinite; then H is replaced by its positive part, so that no direction is less certain than under the prior.
+with the new H in the last line. Away from a minimum the Hessian of a loss that is not convex can make H + Δ (or all but
+a thousandth of Δ) indefinite; then H is replaced by its positive part, so that no direction is less certain than under
+the prior.
 """
 
 from __future__ import annotations
@@ -47,19 +48,23 @@ class Factored(NamedTuple):
 
 
 def factorize(hess: Tensor, damping: Scalar) -> Factored:
-    """L with LLᵀ = H + Δ; of the positive part of H where H + Δ is indefinite.
+    """L with LLᵀ = H + Δ; of the positive part of H where H + Δ/1000 is indefinite. NaN if there is nothing to invert.
 
     >>> factorize(torch.tensor([[3.0, 0.0], [0.0, -5.0]]), damping=1.0).factor.round(decimals=4)
     tensor([[2., 0.],
             [0., 1.]])
     """
     factor, failed = torch.linalg.cholesky_ex(damped(hess, damping))
-    if bool(failed):
+    # An eigenvalue of H just above −δ would make a direction far less certain than under the prior.
+    _, nearly = torch.linalg.cholesky_ex(damped(hess, 1e-3 * damping))
+    if bool(failed) or bool(nearly):
         values, vectors = torch.linalg.eigh(hess)
         # A hair above zero, because the product is rounded.
         floor = torch.finfo(hess.dtype).eps * len(values) * values.abs().max()
         hess = (vectors * values.clamp_min(floor)) @ vectors.T
-        factor = torch.linalg.cholesky(damped(hess, damping))
+        factor, failed = torch.linalg.cholesky_ex(damped(hess, damping))
+        if bool(failed):  # neither curvature nor prior: the step will be left out
+            factor = torch.full_like(factor, torch.nan)
     return Factored(hess, factor)
 
 

@@ -86,7 +86,7 @@ def check_group(group: dict[str, Any], matrix_prior: bool = False) -> None:
     _implementation(group)
     if isinstance(group["prior_precision"], Tensor) and matrix_prior:
         _matrix_prior(group)
-    _prior(group)
+    _prior(group, matrix_prior)
     for name in ("chunk_size", "max_parameters"):
         if name in group and (not is_number(group[name], whole=True) or group[name] < 1):
             raise invalid(name, group[name], "an integer >= 1", "Leave it out for the default.")
@@ -154,7 +154,7 @@ def _implementation(group: dict[str, Any]) -> None:
         raise invalid("fused", True, "None or False in this version", "There is no fused kernel yet; leave it out.")
 
 
-def _prior(group: dict[str, Any]) -> None:
+def _prior(group: dict[str, Any], matrix_prior: bool) -> None:
     params, precision = group["params"], group["prior_precision"]
     remedy = "Pass one number for the group, or a list with one tensor per parameter (posterior.as_prior() makes one)."
     if isinstance(precision, list | tuple):
@@ -162,8 +162,10 @@ def _prior(group: dict[str, Any]) -> None:
         for tensor in group["prior_precision"]:
             if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
                 raise invalid("prior_precision", "a tensor with bad entries", "finite and >= 0 everywhere", remedy)
-    elif isinstance(precision, Tensor) and precision.dim() == 2 and precision.dtype == torch.float64:
-        pass  # a matrix, which has been checked
+    elif isinstance(precision, Tensor):
+        if not matrix_prior:
+            shape = f"a tensor of shape {tuple(precision.shape)}"
+            raise invalid("prior_precision", shape, "a finite number >= 0 or a list of tensors", remedy)
     elif not is_number(precision) or not 0 <= precision < math.inf:
         raise invalid("prior_precision", precision, "a finite number >= 0 or a list of tensors", remedy)
     if group["prior_mean"] is not None:
@@ -191,7 +193,8 @@ def _matrix_prior(group: dict[str, Any]) -> None:
             "a gradient."
         )
     wide = matrix.detach().to(device=group["params"][0].device, dtype=torch.float64, copy=True)
-    symmetric = torch.allclose(wide, wide.T, rtol=1e-8, atol=1e-8 * float(wide.abs().max()))
+    finite = bool(torch.isfinite(wide).all())
+    symmetric = finite and torch.allclose(wide, wide.T, rtol=1e-8, atol=1e-8 * float(wide.abs().max()))
     if not symmetric or int(torch.linalg.cholesky_ex(wide).info) != 0:
         raise invalid(
             "prior_precision",
@@ -202,13 +205,13 @@ def _matrix_prior(group: dict[str, Any]) -> None:
     group["prior_precision"] = wide
 
 
-_SHARED_BY_GROUPS = ("num_data", "temperature", "betas", "antithetic", "centered", "maximize")
+_SHARED_BY_GROUPS = ("num_data", "temperature", "betas", "antithetic", "centered", "maximize", "sampled_fisher")
 
 
 def check_shared(groups: Sequence[dict[str, Any]]) -> None:
     """Refuse groups that cannot have one covariance over all of them."""
     for name in _SHARED_BY_GROUPS:
-        values = [group[name] for group in groups]
+        values = [group.get(name) for group in groups]
         if any(value != values[0] for value in values):
             raise invalid(
                 name,

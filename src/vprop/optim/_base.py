@@ -443,4 +443,7 @@ class VariationalOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # a checkpoint may be older than an argument
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         self._ledger = Ledger()

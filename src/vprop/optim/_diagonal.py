@@ -21,10 +21,12 @@ from vprop.optim._members import (
     Member,
     draw_of,
     gradient_of,
+    label_draw_of,
     mean_of,
     members_of,
     named_members,
     new_state,
+    parameters_in,
     require_finite,
 )
 from vprop.posterior import DiagonalPosterior, GaussianPrior
@@ -167,13 +169,11 @@ class DiagonalOptimizer(VariationalOptimizer):
             estimator = self._curvature(group)
             if not estimator.needs_objective:
                 continue
-            named = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
-            inside: dict[str, Tensor] = {name: p for name, p in named.items() if any(p is q for q in group["params"])}
-            if not inside:
+            members = [member for member in self._members() if member.group is group]
+            if not members:
                 continue
-            first = next(member for member in self._members() if member.group is group)
-            draw, _ = draw_of(first, self._state(first), sample, None)
-            labels = draw._replace(sample=sample, stream=noise.Stream.LABELS)
+            inside = parameters_in(objective, members, type(self).__name__)
+            labels = label_draw_of(members[0], self._state(members[0]), sample)
             observed = estimator.observe(objective, inside, labels)
             for p, value in zip(inside.values(), observed, strict=True):
                 self._ledger.observed[p] = value.detach().to(compute_dtype(p))
@@ -215,7 +215,8 @@ class DiagonalOptimizer(VariationalOptimizer):
             elif "momentum" not in state:
                 # Zero at the first step. Later it starts as if all gradients so far had been this one, so that the
                 # debiased average does too.
-                state["momentum"] = folded.grad * (1 - beta1 ** state["step"].to(state["hess"].dtype))
+                late = folded.grad * (1 - beta1 ** state["step"].to(state["hess"].dtype))
+                state["momentum"] = torch.where(torch.isfinite(folded.grad), late, 0)  # 0·NaN is NaN, for ever
             state["step"] += 1
             ready.append(_Ready(member, state, folded))
         for bundle in _bundles(ready):

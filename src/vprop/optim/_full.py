@@ -21,10 +21,12 @@ from vprop.optim._members import (
     Member,
     draw_of,
     gradient_of,
+    label_draw_of,
     mean_of,
     members_of,
     named_members,
     new_state,
+    parameters_in,
     require_finite,
 )
 from vprop.posterior import FullPosterior, GaussianPrior
@@ -179,16 +181,8 @@ class FullOptimizer(VariationalOptimizer):
 
     def _observe(self, objective: Objective, sample: int) -> None:
         members = self._members()
-        by_id = {id(p): name for name, p in objective.model.named_parameters()}
-        missing = [member.number for member in members if id(member.p) not in by_id]
-        if missing:
-            raise ValueError(
-                f"{type(self).__name__} holds parameters (numbers {missing[:5]}) that are not in the objective's "
-                "model. Build the objective with the module whose parameters the optimizer got."
-            )
-        parameters: dict[str, Tensor] = {by_id[id(member.p)]: member.p for member in members}
-        draw, _ = draw_of(members[0], self._peek_state(members[0]), sample, None)
-        labels = draw._replace(sample=sample, stream=noise.Stream.LABELS)
+        parameters = parameters_in(objective, members, type(self).__name__)
+        labels = label_draw_of(members[0], self._peek_state(members[0]), sample)
         observed = self._estimator().observe(objective, parameters, labels)
         rows = [value.reshape(member.p.numel(), -1) for member, value in zip(members, observed, strict=True)]
         self._ledger.observed_all = torch.cat(rows).squeeze(-1).to(_WIDE)
@@ -213,8 +207,8 @@ class FullOptimizer(VariationalOptimizer):
         estimate = self._estimator().hess(folded, everyone[0].ess).reshape(size, size)
         # A parameter that had no gradient in any sample stays as it is.
         members = [member for member in everyone if member.p in self._ledger.folded]
-        rows = CurvatureMatrix(estimate, [member.p for member in everyone], [member.p for member in members]).rows
-        grad, estimate = folded.grad[rows], estimate[rows[:, None], rows]
+        part = CurvatureMatrix(estimate, [member.p for member in everyone], [member.p for member in members])
+        grad, estimate = folded.grad[part.rows], part.sub
         matrix, damping = self._matrix(members, keep=True), self._damping(members)
         betas = members[0].group["betas"]
         momentum, steps = self._momentum(members, grad, betas[0])
@@ -247,7 +241,8 @@ class FullOptimizer(VariationalOptimizer):
             elif "momentum" not in state:
                 # As in the diagonal structure: late momentum starts as if all gradients so far had been this one.
                 late = 1 - beta1 ** int(state["step"])
-                state["momentum"] = (piece * late).view(member.p.shape).to(compute_dtype(member.p))
+                start = torch.where(torch.isfinite(piece), piece * late, 0)  # 0·NaN is NaN, for ever
+                state["momentum"] = start.view(member.p.shape).to(compute_dtype(member.p))
             state["step"] += 1
         if beta1 == 0:
             return None, 1.0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop import noise
+from vprop.objective import Objective
 from vprop.precision import compute_dtype, needs_master_copy
 
 
@@ -105,6 +106,24 @@ def draw_of(
     if group["antithetic"]:
         sample, sign = sample // 2, -1 if sample % 2 else 1
     return noise.Draw(group["seed"], member.number, step, sample), sign
+
+
+def label_draw_of(member: Member, state: dict[str, Tensor], sample: int) -> noise.Draw:
+    """Where the labels of a sample are drawn from."""
+    draw, _ = draw_of(member, state, sample, None)
+    return draw._replace(sample=sample, stream=noise.Stream.LABELS)
+
+
+def parameters_in(objective: Objective, members: list[Member], optimizer: str) -> dict[str, Tensor]:
+    """The members' parameters by their names in the objective's model, in the order of the members."""
+    names = {id(p): name for name, p in objective.model.named_parameters()}
+    missing = [member.number for member in members if id(member.p) not in names]
+    if missing:
+        raise ValueError(
+            f"{optimizer} holds parameters (numbers {missing[:5]}) that are not in the objective's model. Build the "
+            "objective with the module whose parameters the optimizer got."
+        )
+    return {names[id(member.p)]: member.p for member in members}
 
 
 def named_members(model: nn.Module, members: Iterable[Member]) -> list[tuple[str, Member]]:

@@ -133,7 +133,7 @@ class Posterior(ABC):
         ``likelihood`` says what the outputs are (see :class:`Prediction`); by default what the posterior was made
         with. The model's own weights are not touched.
         """
-        _check_num_samples(num_samples)
+        check_num_samples(num_samples)
         outputs = []
         with _evaluation_mode(self.model):
             for weights in self._weight_samples(num_samples, seed):
@@ -164,6 +164,10 @@ class Posterior(ABC):
             raise ValueError(
                 f"log_prob(weights): weights lack {missing}. Pass a dict with the names of posterior.mean."
             )
+        for name, mean in self.mean.items():
+            shape = tuple(weights[name].shape)
+            if shape != mean.shape:
+                raise ValueError(f"log_prob(weights): {name!r} has shape {shape}, must have {tuple(mean.shape)}.")
 
     # -- the ELBO --------------------------------------------------------------------------------------------
 
@@ -195,7 +199,7 @@ class Posterior(ABC):
         seed: int = 0,
     ) -> ElboEstimate:
         """The ELBO with its two parts and the standard error of the Monte Carlo average."""
-        _check_num_samples(num_samples)
+        check_num_samples(num_samples)
         if self.ess is None:
             raise ValueError(
                 "The ELBO needs one effective sample size, but the optimizer's groups have different num_data or "
@@ -232,7 +236,8 @@ class Posterior(ABC):
                 yield x, y, loss_fn
 
 
-def _check_num_samples(num_samples: int) -> None:
+def check_num_samples(num_samples: int) -> None:
+    """Refuse what is no number of samples."""
     if isinstance(num_samples, bool) or not isinstance(num_samples, Integral) or int(num_samples) < 1:
         raise ValueError(f"Invalid num_samples={num_samples!r}: must be an integer >= 1. 32 is the default.")
 

@@ -1,0 +1,94 @@
+"""a1a against exact variational inference: how near each estimator comes when it is given time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from vprop import CVI, VOGN, VON, Vprop
+from vprop.baselines import exact_vi_logistic
+from vprop.lab.data import DataNotFound
+from vprop.lab.experiments.problem import problem
+
+EXACT = {"diagonal": -613.392, "full": -591.990}
+HERE = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def a1a():
+    folder = Path(os.environ["VPROP_DATA"]) if "VPROP_DATA" in os.environ else HERE
+    try:
+        return problem("logreg", "a1a", folder if folder.is_dir() else None)
+    except DataNotFound as error:
+        pytest.skip(f"needs a1a: {error}")
+
+
+def train(task, optimizer, model, steps, decay_from=None):
+    """Full-batch steps; from ``decay_from`` on the step size falls linearly to zero."""
+    start = optimizer.param_groups[0]["lr"]
+    for step in range(steps):
+        if decay_from is not None and step >= decay_from:
+            optimizer.param_groups[0]["lr"] = start * (steps - step) / (steps - decay_from)
+        optimizer.step(task.objective(model, None))
+    return task.score_posterior(optimizer.posterior(model), test=False).elbo
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "full"])
+def test_exact_inference(a1a, structure):
+    result = exact_vi_logistic(a1a.train_x, a1a.data.train_y, a1a.prior_precision, structure)
+    assert result.gradient_norm <= 1e-6
+    assert result.elbo == pytest.approx(EXACT[structure], abs=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "structure", "tolerance"), [(CVI, "diagonal", 1.0), (VOGN, "diagonal", 1.0), (VON, "full", 0.5)]
+)
+def test_ten_samples_come_within_a_nat(a1a, optimizer, structure, tolerance):
+    """CVI-10, VOGN-10 and VON-10 at a constant step, measured at its end, as the figures do."""
+    model = a1a.model(0)
+    chunk = {"chunk_size": 4096} if optimizer is VOGN else {}
+    instance = optimizer(
+        model.parameters(), lr=0.05, num_data=a1a.num_data, prior_precision=a1a.prior_precision, betas=(0.0, 0.95),
+        mc_samples=10, hess_init=0.02, **chunk,
+    )  # fmt: skip
+    elbo = train(a1a, instance, model, steps=400)
+    assert EXACT[structure] - tolerance <= elbo <= EXACT[structure] + 1e-3
+
+
+@pytest.mark.parametrize(("centered", "lr", "beta2", "at_least"), [(True, 0.2, 0.5, -662), (False, 1.0, 0.99, -873)])
+def test_two_samples_after_ten_passes(a1a, centered, lr, beta2, at_least):
+    """Passes as the paper counts them, one per step: centring is worth tens of nats."""
+    model = a1a.model(0)
+    instance = Vprop(
+        model.parameters(), lr=lr, num_data=a1a.num_data, prior_precision=a1a.prior_precision, betas=(0.0, beta2),
+        mc_samples=2, antithetic=centered, centered=centered, hess_init=0.01,
+    )  # fmt: skip
+    assert train(a1a, instance, model, steps=10) >= at_least
+
+
+@pytest.mark.slow
+def test_variance_on_mini_batches(a1a):
+    """Batches of 32: the squared gradient is far too certain, the centred one about right, the Hessian right."""
+    exact = exact_vi_logistic(a1a.train_x, a1a.data.train_y, a1a.prior_precision, "diagonal")
+    ratios = {}
+    for name, arguments in {
+        "plain": {"mc_samples": 2},
+        "centered": {"mc_samples": 2, "antithetic": True, "centered": True},
+    }.items():
+        model = a1a.model(0)
+        optimizer = Vprop(
+            model.parameters(), lr=0.02, num_data=a1a.num_data, prior_precision=a1a.prior_precision,
+            betas=(0.0, 0.999), hess_init=0.02, **arguments,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(100):
+            for rows in torch.randperm(a1a.num_data, generator=generator).split(32):
+                optimizer.step(a1a.objective(model, rows))
+        variance = optimizer.posterior(model).variance["weight"].flatten()
+        ratios[name] = float((variance / exact.variance).median())
+    assert 0.5 <= ratios["centered"] <= 1.5
+    assert ratios["plain"] < 0.15
