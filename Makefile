@@ -4,8 +4,10 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-slow test-cuda format clean
 
+# A posterior at work, and a short version of the paper's comparison, on data that scikit-learn ships.
 demo: $(VENV)/.lab
 	$(BIN)/vprop demo --out out
+	$(BIN)/vprop reproduce logreg --short --out out
 
 # Lint, types, import direction, then doctests and tests.
 test: $(VENV)/.test

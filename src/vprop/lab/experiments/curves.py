@@ -36,6 +36,8 @@ class Plan:
     points: int = 16
     fixed: dict[str, float] | None = None
     """One setting for all methods, in place of a choice from their grids."""
+    decay: bool = False
+    """Whether step sizes fall to zero over the second half of a run; constant otherwise."""
     id_suffix: str = ""
 
 
@@ -134,6 +136,7 @@ def _base_run(plan: Plan, panel: Panel) -> Run:
         seed=TUNING_SEED,
         gradients=plan.gradients,
         points=0,
+        decay=plan.decay,
         data_dir=plan.data_dir,
     )
 

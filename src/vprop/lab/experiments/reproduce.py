@@ -171,14 +171,16 @@ def _long(request: Request, pool: Pool) -> dict[str, Any]:
         gradients=request.pick(request.gradients, 4000, 400),
         methods=request.methods or LONG_METHODS,
         data_dir=request.data_dir,
-        fixed={"lr": 0.05, "beta2": 0.95},
+        fixed={"lr": 0.1, "beta2": 0.98},
+        decay=True,
         id_suffix="-long",
     )
     return compare(plan, pool) | {
         "experiment": "long",
         "title": "Given time",
-        "description": "Where the methods end up when they are run for long, one seed, one setting for all: how near "
-        "the ground truth an estimator's own bias lets it come. " + COUNTING,
+        "description": "Where the methods end up when they are run for long, one seed, one setting for all, the step "
+        "falling to zero over the second half: how near the ground truth an estimator's own bias lets it come. "
+        + COUNTING,
         "notes": [],
     }
 

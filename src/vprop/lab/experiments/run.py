@@ -43,12 +43,16 @@ class Run:
     """Gradient evaluations that the run may spend."""
     points: int
     """How often the run is scored on its way; 0 for the score that chooses the step size only."""
+    decay: bool = False
+    """Whether the step size falls linearly to zero over the second half of the run."""
     data_dir: Path | None = None
 
     @property
     def key(self) -> str:
         """A name for the outcome; where the data lie has no part in it."""
         spec = asdict(self) | {"data_dir": None, "format": FORMAT}
+        if not self.decay:
+            del spec["decay"]
         spec |= {"dropout": BY_NAME[self.method].dropout, "hess_init": PROBLEMS[self.problem].hess_init}
         return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -75,6 +79,8 @@ def execute(run: Run) -> dict[str, Any]:
         warnings.simplefilter("ignore", RuntimeWarning)  # left-out elements: a diverging run says so by its scores
         torch.manual_seed(run.seed)  # of dropout masks
         for step, rows in enumerate(_batches(task.num_data, run.batch, run.steps, run.seed), start=1):
+            if run.decay:
+                optimizer.param_groups[0]["lr"] = dict(run.setting)["lr"] * _decayed(step, run.steps)
             optimizer.step(task.objective(model, rows))  # type: ignore[arg-type]
             if step in marks and (score := _score(task, method, model, optimizer, test=True)) is not None:
                 scores[step] = score
@@ -92,6 +98,15 @@ def execute(run: Run) -> dict[str, Any]:
         "seconds": time.perf_counter() - started,
         "environment": environment(),
     }
+
+
+def _decayed(step: int, steps: int) -> float:
+    """1 in the first half, then a straight line to zero.
+
+    >>> [_decayed(step, 8) for step in (1, 4, 5, 8)]
+    [1.0, 1.0, 1.0, 0.25]
+    """
+    return min(1.0, (steps - step + 1) / (steps - steps // 2))
 
 
 def _marks(steps: int, points: int) -> list[int]:
