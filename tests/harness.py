@@ -32,7 +32,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
 
 def backward(model: nn.Module, batches: list[Batch]) -> Tensor:
     """Accumulate the gradient of the mean loss over micro-batches of equal size."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=batches[0][0].device)
     for x, y in batches:
         loss = F.cross_entropy(model(x).float(), y) / len(batches)
         loss.backward()

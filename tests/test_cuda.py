@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.harness import assert_same_run, make_batch, make_model, split, train
+from tests.harness import assert_same_run, closure_step, make_batch, make_model, split, train
 from tests.table import cases
 from vprop import Vprop, load_posterior
 from vprop.noise import Draw, normal, normals_like
@@ -28,15 +28,7 @@ def train_on(device, case, steps=4, dtype=torch.float32, **arguments):
     model = make_model(dtype).to(device)
     optimizer = case(model.parameters(), **arguments)
     for step in range(steps):
-        x, y = (tensor.to(device) for tensor in make_batch(dtype=dtype, seed=step))
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x).float(), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+        closure_step(optimizer, model, [tuple(tensor.to(device) for tensor in make_batch(dtype=dtype, seed=step))])
     return model, optimizer
 
 
@@ -90,7 +82,7 @@ def test_a_checkpoint_moves_between_devices():
     assert state["step"].device.type == "cpu"
 
 
-@pytest.mark.parametrize("case", cases(at_most_samples=1))
+@pytest.mark.parametrize("case", cases(at_most_samples=1, any_loop=True, has_hess=True))
 def test_cuda_graph_draws_fresh_noise_in_every_replay(case):
     """capturable: sample, forward, backward and step in one graph; replays equal the eager run."""
     batch = [tensor.cuda() for tensor in make_batch()]
@@ -146,7 +138,7 @@ def test_bad_gradients_are_reported_when_the_posterior_is_asked_for():
         optimizer.posterior(model)
 
 
-@pytest.mark.parametrize("case", cases(first_only=True))
+@pytest.mark.parametrize("case", cases(first_only=True, any_loop=True, has_hess=True))
 def test_compiled_by_inductor(case):
     torch._dynamo.reset()
     runs = []

@@ -138,7 +138,7 @@ def test_bad_gradients_are_left_out_with_a_warning(method, bad):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("method", "numbers"), zip(METHODS, [2, 4, 6], strict=True))
+@pytest.mark.parametrize(("method", "numbers"), list(zip(METHODS, [2, 4, 6], strict=True)))
 def test_numbers_kept_per_weight(method, numbers, dtype):
     """2, 4 and 6 with the mean, which for coarse weights lies in the state; all in the precision of the arithmetic."""
     model, optimizer = train(BBVI, model=make_model(dtype), num_data=50, method=method, lr=1e-3, steps=3)
