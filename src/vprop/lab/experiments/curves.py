@@ -262,6 +262,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         else "chosen by the mean training score at "
         + ", ".join(f"{share:.0%}" for share in TUNING_POINTS)
         + " of a run with a seed of its own",
+        "threads per run": 1,
         "initial curvature per example": PROBLEMS[plan.problem].hess_init,
     }
 

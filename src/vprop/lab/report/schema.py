@@ -69,7 +69,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "memory": COMMON | {"rows": [{"label": str, "bytes_per_parameter": NUMBER, "tensors": str, "group": str}]},
     "claims": {"claims": [CLAIM]},
 }
-NAMED = {"logreg": "curves", "mlp": "curves", "explore": "explore", "memory": "memory", "claims": "claims"}
+NAMED = {
+    "logreg": "curves",
+    "long": "curves",
+    "mlp": "curves",
+    "explore": "explore",
+    "filter": "curves",
+    "memory": "memory",
+    "claims": "claims",
+}
 TELLTALE = {"panels": "curves", "surface": "explore", "rows": "memory", "claims": "claims"}
 GROUPS = ("paper", "ours", "extra")
 METRICS = ("elbo", "log_loss")

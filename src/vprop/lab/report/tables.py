@@ -17,9 +17,18 @@ def claims_table(claims: list[dict[str, Any]]) -> str:
     for claim in claims:
         badge = f'<span class="badge {VERDICTS.get(claim["verdict"], "open")}">{text(claim["verdict"])}</span>'
         sentence = f'<span class="sentence">{text(claim["sentence"])}</span>'
-        measured = f"{text(claim['measured'])}<small>How it was decided: {text(claim['rule'])}</small>"
+        measured = f"{text(claim['measured'])}{_checks(claim)}<small>How it was decided: {text(claim['rule'])}</small>"
         rows.append((badge, sentence, measured))
     return table(["Verdict", "Claim", "Measured"], rows, css="claims")
+
+
+def _checks(claim: dict[str, Any]) -> str:
+    """What was seen in each place, folded away where there are several places."""
+    checks = claim.get("checks", [])
+    if len(checks) < 2:
+        return ""
+    items = "".join(f'<li class="{"yes" if check["holds"] else "no"}">{text(check["text"])}</li>' for check in checks)
+    return f'<details class="checks"><summary>where</summary><ul>{items}</ul></details>'
 
 
 def method_table(panel: dict[str, Any], styles: Styles) -> str:
