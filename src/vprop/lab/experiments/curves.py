@@ -59,7 +59,8 @@ class Panel:
     @property
     def title(self) -> str:
         """A name for people."""
-        return f"{self.data}, {'full batch' if self.batch is None else f'mini-batches of {self.batch}'}"
+        batch = "full batch" if self.batch is None else f"mini-batches of {self.batch}"
+        return f"{'Network on ' if self.task.name == 'mlp' else ''}{self.data}, {batch}"
 
 
 def compare(plan: Plan, pool: Pool) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""Numbers in the documentation are those of the committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAPER = (ROOT / "docs" / "paper.md").read_text()
+
+
+def result(name):
+    return json.loads((ROOT / "docs" / "paper" / "results" / f"{name}.json").read_text())
+
+
+def rows(text, columns):
+    """Table rows with that many columns, without head and rule."""
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    return [cells for cells in lines if len(cells) == columns and not cells[0].startswith("-")]
+
+
+def test_the_claims():
+    table = {sentence: (verdict, measured) for sentence, verdict, measured in rows(PAPER, 3)[1:]}
+    expected = {claim["sentence"]: (claim["verdict"], claim["measured"]) for claim in result("claims")["claims"]}
+    assert table == expected
+
+
+def test_the_ground_truth():
+    (panel,) = result("long")["panels"]
+    exact = {line["structure"]: line["value"] for line in panel["lines"] if line["metric"] == "elbo"}
+    assert f"ELBO {exact['diagonal']:.3f} (diagonal), {exact['full']:.3f} (full covariance)" in PAPER
+    ends = {method["label"]: method["elbo"]["mean"][-1] for method in panel["methods"]}
+    for label, structure, elbo, below in rows(PAPER, 4)[1:]:
+        assert elbo == f"{ends.pop(label):.2f}"
+        assert float(below) == pytest.approx(exact[structure] - float(elbo), abs=0.006)
+    assert not ends
+
+
+def test_australian():
+    lines = next(panel["lines"] for panel in result("logreg")["panels"] if panel["data"] == "australian")
+    exact = [f"{line['value']:.3f}".replace("-", "−") for line in lines if line["metric"] == "elbo"]
+    assert f"exact {exact[0]} and {exact[1]}" in PAPER.replace("-", "−")
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/paper.md", "docs/design-notes.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert ((ROOT / page).parent / target).exists(), target
