@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from vprop.lab.experiments import claims as claim_module
 from vprop.lab.experiments.claims import CLAIMS, claims
 
 
@@ -87,6 +88,38 @@ def test_overfitting_needs_both_sides():
     assert verdict("overfitting", {"logreg": {"panels": [good]}})["verdict"] == "not measured"
 
 
+def test_one_seed_has_no_spread_to_decide_by():
+    one = panel()
+    for entry in one["methods"]:
+        for metric in ("elbo", "log_loss"):
+            if entry[metric] is not None:
+                entry[metric]["std"] = [None] * 3
+    claim = verdict("zero-worse-than-one", {"logreg": {"panels": [one]}})
+    assert claim["verdict"] == "not measured"
+    assert "two seeds" in claim["measured"]
+    assert verdict("close-to-cvi", {"logreg": {"panels": [one]}})["verdict"] == "holds"
+
+
+def test_two_that_diverged_do_not_converge():
+    broken = {name: method(name) for name in ("bbvi", "vprop-1")}
+    for entry in broken.values():
+        entry["elbo"]["mean"][-1] = entry["log_loss"]["mean"][-1] = None
+    results = {"logreg": {"panels": [panel(bbvi=broken["bbvi"], vprop_1=broken["vprop-1"])]}}
+    assert verdict("fast-as-bbvi", results)["verdict"] == "not measured"
+    overfit = verdict(
+        "overfitting", {"mlp": {"panels": [panel("mlp", vprop_0=broken["vprop-1"] | {"name": "vprop-0"})]}}
+    )
+    assert [check["holds"] for check in overfit["checks"] if "diverged" in check["text"]] == [False]
+
+
+def test_passes_are_read_between_the_points():
+    """ELBO −150, −110, −100 at 1, 10 and 100 passes: −105 lies half-way between 10 and 100 on the logarithmic axis."""
+    found = claim_module._passes_to(method("cvi-10"), -105.0)
+    assert found == pytest.approx(10**1.5)
+    assert claim_module._passes_to(method("cvi-10"), -99.0) == float("inf")
+    assert claim_module._passes_to(method("cvi-10"), -200.0) == 1.0
+
+
 def test_a_diverged_method_loses():
     broken = method("vprop-2")
     broken["elbo"]["mean"][-1] = broken["log_loss"]["mean"][-1] = None
@@ -108,7 +141,8 @@ def test_memory(vprop, expected):
     [(0.9, 0.8, "holds"), (0.9, 0.0, "holds in part"), (0.0, 0.0, "does not hold")],
 )
 def test_escapes(wide, narrow, expected):
-    rates = {"Newton": 0.0, "Gradient descent": 0.0, "VON-1": wide, "VON-1, N = 10": narrow}
+    rates = {"Newton": 0.0, "Gradient descent": 0.0, "VON-1": wide}
+    rates |= {"Newton, N = 10": 0.0, "Gradient descent, N = 10": 0.0, "VON-1, N = 10": narrow}
     success = [
         {"label": label, "rate": rate, "low": max(0.0, rate - 0.1), "high": rate + 0.1, "seeds": 40}
         for label, rate in rates.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -13,7 +14,7 @@ from rich.console import Console
 from vprop.lab.experiments import curves, explore, filter, memory, pool, run
 from vprop.lab.experiments.methods import BY_NAME, METHODS
 from vprop.lab.experiments.problem import problem
-from vprop.lab.experiments.store import Store, write_json
+from vprop.lab.experiments.store import Store, key_of, write_json
 
 TINY = run.Run("logreg", "breast_cancer", "x", None, "vprop-2", (("beta2", 0.9), ("lr", 0.1)), 0, 20, 4)
 
@@ -64,6 +65,16 @@ class TestFairness:
             setting = tuple(sorted(BY_NAME[name].grid[1].items()))
             assert math.isfinite(run.execute(replace(TINY, method=name, setting=setting, points=0))["score"])
 
+    def test_a_choice_at_the_edge_of_the_grid_is_said(self):
+        method = BY_NAME["vprop-1"]
+        lrs = sorted({setting["lr"] for setting in method.grid})
+        assert [curves._at_edge(method, {"lr": lr}) for lr in lrs] == [True, False, False, True]
+        assert not curves._at_edge(method, None)
+
+    def test_one_seed_has_no_spread(self):
+        assert curves.over_seeds([[1.0, None]]) == {"mean": [1.0, None], "std": [None, None]}
+        assert curves.over_seeds([[1.0, 2.0], [3.0, None]])["mean"] == [2.0, None]
+
     def test_the_best_setting_is_chosen_and_a_diverged_one_never(self):
         base, method = replace(TINY, method="", setting=(), points=0), BY_NAME["vprop-1"]
         keys = [replace(base, method=method.name, setting=tuple(sorted(s.items()))).key for s in method.grid]
@@ -100,6 +111,18 @@ class TestRuns:
         ]
         assert len({TINY.key, *(entry.key for entry in other)}) == 7
         assert replace(TINY, data_dir=tmp_path).key == TINY.key
+
+    def test_the_key_depends_on_the_code(self, tmp_path):
+        """A constant that is changed makes new runs; the results of the old code are not taken for those of the new."""
+        keys = set()
+        for number in (1, 2):
+            path = tmp_path / f"module{number}.py"
+            path.write_text(f"PRIOR = {number}\n")
+            spec = importlib.util.spec_from_file_location(f"module{number}", path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            keys |= {key_of({"seed": 0}, module), key_of({"seed": 0}, module)}
+        assert len(keys) == 2
 
     def test_full_batch_elbo_is_the_posteriors_own(self):
         """The figure's quadrature against the library's Monte Carlo; 5 standard errors, once in 1.7 million."""

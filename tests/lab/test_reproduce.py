@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from vprop.lab.cli import app
 
-SMALL = ["--short", "--passes", "20", "--seeds", "1", "--workers", "1"]
+SMALL = ["--short", "--gradients", "20", "--seeds", "1", "--workers", "1"]
 
 
 def vprop(*arguments, environment=None):
@@ -69,6 +69,18 @@ def test_drawing_again_does_not_train(finished, tmp_path):
     assert not (out / "runs").exists()
 
 
+def test_what_needs_no_data_looks_for_none(tmp_path, nowhere):
+    result = vprop("reproduce", "memory", "--out", tmp_path / "out", "--data-dir", tmp_path, environment=nowhere)
+    assert result.exit_code == 0, result.output
+    assert "were not found" not in result.output
+
+
+def test_the_same_data_twice_are_one(tmp_path):
+    twice = ["--data", "breast_cancer", "--data", "breast_cancer", "--method", "rmsprop"]
+    result = vprop("reproduce", "logreg", "--out", tmp_path, *SMALL, *twice)
+    assert result.exit_code == 0, result.output
+
+
 def test_a_second_run_takes_the_first_one_up(finished):
     out, _ = finished
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.json")}
@@ -101,17 +113,36 @@ class TestWhatCanGoWrong:
     def test_an_unknown_experiment(self):
         assert vprop("reproduce", "everything").exit_code == 2
 
-    @pytest.mark.parametrize("option", ["--seeds", "--passes"])
-    def test_a_number_that_makes_no_sense(self, tmp_path, option):
-        result = vprop("reproduce", "logreg", "--out", tmp_path, "--short", option, "0")
-        self.fails(result, f"Invalid {option} 0: must be at least 1")
+    @pytest.mark.parametrize(
+        ("option", "value", "least"), [("--seeds", 0, 1), ("--gradients", 5, 10), ("--workers", -1, 0)]
+    )
+    def test_a_number_that_makes_no_sense(self, tmp_path, option, value, least):
+        result = vprop("reproduce", "logreg", "--out", tmp_path, "--short", option, value)
+        self.fails(result, f"Invalid {option} {value}: must be at least {least}")
+
+    def test_a_method_that_takes_no_part(self, tmp_path):
+        result = vprop("reproduce", "logreg", "--out", tmp_path, "--method", "mc-dropout", *SMALL)
+        self.fails(result, "mc-dropout is for networks", "vprop reproduce mlp")
+
+    @pytest.mark.parametrize(
+        ("text", "words"), [("{", "no JSON file"), ('{"panels": [{}]}', "is missing"), ("[]", "logreg")]
+    )
+    def test_a_result_that_is_none(self, tmp_path, text, words):
+        (tmp_path / "results").mkdir()
+        (tmp_path / "results" / "logreg.json").write_text(text)
+        self.fails(vprop("reproduce", "report", "--out", tmp_path), words)
+
+    def test_a_report_that_cannot_be_written(self, finished, tmp_path):
+        shutil.copytree(finished[0] / "results", tmp_path / "results")
+        (tmp_path / "report").write_text("")
+        self.fails(vprop("reproduce", "report", "--out", tmp_path), "Cannot use", "--out")
 
     def test_missing_data_that_were_asked_for(self, tmp_path, nowhere):
         result = vprop("reproduce", "logreg", "--out", tmp_path / "out", "--data", "a1a", environment=nowhere)
         self.fails(result, "a1a", nowhere["VPROP_DATA"], nowhere["XDG_CACHE_HOME"])
 
     def test_missing_data_by_default_fall_back_and_say_so(self, tmp_path, nowhere):
-        arguments = ["--passes", "8", "--seeds", "1", "--method", "rmsprop", "--workers", "1"]
+        arguments = ["--gradients", "8", "--seeds", "1", "--method", "rmsprop", "--workers", "1"]
         result = vprop("reproduce", "logreg", "--out", tmp_path / "out", *arguments, environment=nowhere)
         assert result.exit_code == 0, result.output
         assert "breast cancer data that scikit-learn ships" in " ".join(result.output.split())
@@ -142,7 +173,7 @@ class TestWhatCanGoWrong:
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT, which only POSIX systems have")
 def test_an_interrupt_keeps_what_is_finished(tmp_path):
     """Ctrl-C half-way: exit 130, a message, finished runs on disk, no worker left, and the next run goes on."""
-    arguments = ["reproduce", "logreg", "--out", str(tmp_path), "--short", "--passes", "150", "--seeds", "1"]
+    arguments = ["reproduce", "logreg", "--out", str(tmp_path), "--short", "--gradients", "150", "--seeds", "1"]
     command = [sys.executable, "-c", "from vprop.lab.cli import main; main()", *arguments, "--workers", "1"]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True

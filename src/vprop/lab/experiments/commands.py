@@ -34,9 +34,13 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder for runs, results and the report.")] = Path("out"),
     data: Annotated[list[str] | None, typer.Option(help="Data set; may be repeated. See `vprop data list`.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data files.")] = None,
-    method: Annotated[list[str] | None, typer.Option(help="Method, e.g. vprop-2; may be repeated.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Seeds per method.")] = None,
-    passes: Annotated[int | None, typer.Option(help="Gradient evaluations per run.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Method, e.g. vprop-2; may be repeated. For logreg, mlp and long.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds per method; long has one.")] = None,
+    gradients: Annotated[
+        int | None, typer.Option(help="Gradients of a batch that every run may evaluate; full batches: passes.")
+    ] = None,
     workers: Annotated[int, typer.Option(help="Processes; 0 for one per core.")] = 0,
     short: Annotated[bool, typer.Option("--short", help="Shipped data and short runs, for a look.")] = False,
 ) -> None:
@@ -57,7 +61,7 @@ def reproduce(
         data_dir=data_dir,
         methods=tuple(method or ()),
         seeds=seeds,
-        gradients=passes,
+        gradients=gradients,
         workers=workers,
         short=short,
     )
@@ -68,6 +72,9 @@ def reproduce(
             run(tuple(EXPERIMENTS) if what is What.ALL else (what.value,), request, console)
     except (DataError, UsageError, ReportError) as error:
         typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    except OSError as error:
+        typer.echo(f"Error: Cannot use {error.filename}: {error.strerror}. Choose another folder with --out.", err=True)
         raise typer.Exit(1) from error
     except Interrupted as interrupted:
         typer.echo(str(interrupted), err=True)

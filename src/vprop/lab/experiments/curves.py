@@ -194,6 +194,7 @@ def _figure(
             "samples": method.gradients,
             "grid": grids[method.name],
             "chosen": chosen[panel.id, method.name],
+            "at_edge": _at_edge(method, chosen[panel.id, method.name]),
             "score_name": method.score_name,
             "seeds": [result["run"]["seed"] for result in finished],
             "passes": finished[0]["passes"] if finished else [],
@@ -219,6 +220,12 @@ def _figure(
     }
 
 
+def _at_edge(method: Method, chosen: dict[str, float] | None) -> bool:
+    """Whether the step size is the smallest or largest that was tried, so that a wider grid might do better."""
+    lrs = [setting["lr"] for setting in method.grid]
+    return chosen is not None and chosen["lr"] in (min(lrs), max(lrs))
+
+
 def over_seeds(curves: list[list[float | None]]) -> dict[str, list[float | None]]:
     """Mean and standard deviation over seeds, point by point; ``None`` where a run diverged."""
     mean: list[float | None] = []
@@ -227,7 +234,7 @@ def over_seeds(curves: list[list[float | None]]) -> dict[str, list[float | None]
         usable = [value for value in values if value is not None]
         whole = len(usable) == len(values)
         mean.append(statistics.fmean(usable) if whole else None)
-        std.append((statistics.stdev(usable) if len(usable) > 1 else 0.0) if whole else None)
+        std.append(statistics.stdev(usable) if whole and len(usable) > 1 else None)  # one seed has no spread
     return {"mean": mean, "std": std}
 
 

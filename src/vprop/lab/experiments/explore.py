@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from vprop import VON, VONG, Objective, Vprop
 from vprop.baselines import Newton
 from vprop.lab.environment import environment
 from vprop.lab.experiments.pool import Pool
+from vprop.lab.experiments.store import key_of
 
 GLOBAL_MINIMUM = (1.0, 0.5)
 RIPPLE, BOWL, FREQUENCY = 0.45, 0.12, 2.0
@@ -67,9 +67,7 @@ class Walk:
     @property
     def key(self) -> str:
         """A name for the outcome."""
-        world = [GLOBAL_MINIMUM, RIPPLE, BOWL, FREQUENCY, START, PRIOR_PRECISION]
-        spec = {"experiment": "explore", "format": 1, "world": world} | asdict(self)
-        return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+        return key_of({"experiment": "explore"} | asdict(self), sys.modules[__name__])
 
 
 def walk(job: Walk) -> dict[str, Any]:
@@ -104,7 +102,7 @@ def _optimizer(job: Walk, model: nn.Module) -> torch.optim.Optimizer:
 
 def explore(pool: Pool, seeds: int) -> dict[str, Any]:
     """Walks of every method with many seeds, success rates, and the landscape to draw them on."""
-    rows = [(label, WIDE) for label in METHODS] + [(label, NARROW) for label in SAMPLING]
+    rows = [(label, num_data) for num_data in (WIDE, NARROW) for label in METHODS]
     # Without sampling every seed takes the same way.
     counts = {label: seeds if label in SAMPLING else 1 for label in METHODS}
     jobs = [Walk(label, seed, num_data) for label, num_data in rows for seed in range(counts[label])]
@@ -114,7 +112,9 @@ def explore(pool: Pool, seeds: int) -> dict[str, Any]:
         trials = counts[label]
         walks = [results[Walk(label, seed, num_data).key]["points"] for seed in range(trials)]
         reached = [math.dist(points[-1], GLOBAL_MINIMUM) <= REACHED for points in walks]
-        low, high = wilson_interval(sum(reached), trials) if trials > 1 else (float(reached[0]), float(reached[0]))
+        low, high = (
+            wilson_interval(sum(reached), trials) if label in SAMPLING else (float(reached[0]), float(reached[0]))
+        )
         title = label if num_data == WIDE else f"{label}, N = {NARROW:g}"
         success.append({"label": title, "rate": sum(reached) / trials, "low": low, "high": high, "seeds": trials})
         if num_data == WIDE:

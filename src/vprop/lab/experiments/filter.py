@@ -10,9 +10,9 @@ rounding, because there the Hessian is the Fisher. VONG puts ĝĝᵀ in its plac
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
+import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,9 +24,11 @@ from torch import Tensor
 from vprop import VON, VONG
 from vprop.baselines import ExtendedKalmanFilter, exact_vi_logistic
 from vprop.lab.environment import environment
+from vprop.lab.experiments import problem as problem_module
 from vprop.lab.experiments.curves import over_seeds
 from vprop.lab.experiments.pool import Pool
 from vprop.lab.experiments.problem import LogisticRegression, fingerprint, problem
+from vprop.lab.experiments.store import key_of
 
 PRIOR_PRECISION = 1.0
 """With the paper's λ = 1e-5 the first few examples would send every linearisation to its limits."""
@@ -56,8 +58,8 @@ class Pass:
     @property
     def key(self) -> str:
         """A name for the outcome."""
-        spec = {"experiment": "filter", "format": 1, "prior": PRIOR_PRECISION} | asdict(self) | {"data_dir": None}
-        return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+        spec = {"experiment": "filter"} | asdict(self) | {"data_dir": None}
+        return key_of(spec, sys.modules[__name__], problem_module)
 
 
 def run_pass(job: Pass) -> dict[str, Any]:
@@ -74,10 +76,10 @@ def run_pass(job: Pass) -> dict[str, Any]:
     return {
         "pass": asdict(job) | {"data_dir": None},
         "passes": [seen / task.num_data for seen in marks],
-        "elbo": [scores[seen].elbo for seen in marks],
-        "log_loss": [scores[seen].log_loss for seen in marks],
-        "mean": mean.tolist(),
-        "precision": torch.linalg.inv(covariance).tolist(),
+        "elbo": [_finite(scores[seen].elbo) for seen in marks],
+        "log_loss": [_finite(scores[seen].log_loss) for seen in marks],
+        "mean": mean.nan_to_num().tolist(),
+        "precision": torch.linalg.inv(covariance).tolist() if bool(torch.isfinite(mean).all()) else None,
     }
 
 
@@ -132,7 +134,8 @@ def filters(pool: Pool, data: str, seeds: int, data_dir: Path | None, most: int 
     by_method = {name: [results[jobs[name, seed].key] for seed in range(seeds)] for name in METHODS}
     methods = []
     for name, (label, group, _, _) in METHODS.items():
-        runs = by_method[name]
+        runs, ekf_runs = by_method[name], by_method["ekf"]
+        distances = [_finite(_distance(run, ekf)) for run, ekf in zip(runs, ekf_runs, strict=True)]
         methods.append(
             {
                 "name": f"filter-{name}",
@@ -148,7 +151,7 @@ def filters(pool: Pool, data: str, seeds: int, data_dir: Path | None, most: int 
                 "elbo": over_seeds([run["elbo"] for run in runs]) | {"standard_error": None},
                 "log_loss": over_seeds([run["log_loss"] for run in runs]),
                 "seconds": None,
-                "distance_to_ekf": [_distance(run, ekf) for run, ekf in zip(runs, by_method["ekf"], strict=True)],
+                "distance_to_ekf": distances,
             }
         )
     exact = exact_vi_logistic(task.train_x, task.data.train_y, PRIOR_PRECISION, "full")
@@ -164,7 +167,7 @@ def filters(pool: Pool, data: str, seeds: int, data_dir: Path | None, most: int 
         "settings": {"prior precision": PRIOR_PRECISION, "orders of the data": seeds, "examples": examples},
         "notes": [
             "Distance of the end from the Kalman filter's, in its standard deviations (root mean square over weights): "
-            + "; ".join(f"{method['label']} {sum(method['distance_to_ekf']) / seeds:.2g}" for method in methods[1:])
+            + "; ".join(f"{method['label']} {mean_distance(method):.2g}" for method in methods[1:])
             + "."
         ],
         "panels": [
@@ -190,8 +193,19 @@ def filters(pool: Pool, data: str, seeds: int, data_dir: Path | None, most: int 
     }
 
 
+def mean_distance(method: dict[str, Any]) -> float:
+    """Over the orders of the data; infinite if one diverged."""
+    return statistics.fmean(float("inf") if value is None else value for value in method["distance_to_ekf"])
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _distance(run: dict[str, Any], ekf: dict[str, Any]) -> float:
     """√((μ−μ')ᵀP(μ−μ')/D) with P the Kalman filter's precision."""
+    if run["precision"] is None or ekf["precision"] is None:
+        return float("inf")  # one of them diverged
     difference = torch.tensor(run["mean"], dtype=torch.float64) - torch.tensor(ekf["mean"], dtype=torch.float64)
     precision = torch.tensor(ekf["precision"], dtype=torch.float64)
     return math.sqrt(max(0.0, float(difference @ precision @ difference)) / len(difference))

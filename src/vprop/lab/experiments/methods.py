@@ -111,7 +111,7 @@ def _grid(lrs: Iterable[float], beta2s: Iterable[float] = (0.9, 0.99)) -> tuple[
     return tuple({"lr": lr, "beta2": beta2} for beta2 in beta2s for lr in lrs)
 
 
-_NATURAL_GRID = _grid((0.02, 0.05, 0.1, 0.3))
+_NATURAL_GRID = _grid((0.03, 0.1, 0.3, 1.0))
 _RMSPROP_GRID = _grid((0.001, 0.003, 0.01, 0.03))
 _PAIR = {"mc_samples": 2, "antithetic": True, "centered": True}
 

@@ -100,6 +100,10 @@ class Pool:
                         self.store.save(name, done[name])
                         progress.update(bar, advance=cost(waiting[name]), finished=len(done))
             except KeyboardInterrupt:
+                for future, name in futures.items():  # finished, but not stored yet
+                    if name not in done and future.done() and not future.cancelled() and future.exception() is None:
+                        done[name] = future.result()
+                        self.store.save(name, done[name])
                 _stop(executor)
                 raise Interrupted(
                     f"Interrupted. {len(done)} of {len(waiting)} runs of «{title}» were finished and are kept; the "

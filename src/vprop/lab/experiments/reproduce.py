@@ -28,9 +28,10 @@ NOT_BY_DEFAULT = ("vogn-10", "vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-a
 """Left out of logistic regression unless asked for, so that it stays within minutes."""
 
 COUNTING = (
-    "Passes are counted fairly: a method that evaluates K gradients per step uses K passes. The button «as in the "
-    "paper» counts one pass per step over all data instead. Second derivatives (CVI, VON) and per-example gradients "
-    "(VOGN) come on top and are not counted; the seconds per run in the tables include them."
+    "Passes are counted fairly: a method that evaluates K gradients per step uses K passes, or with mini-batches their "
+    "share of K passes. The button «as in the paper» counts every step once, whatever it evaluates. Second derivatives "
+    "(CVI, VON) and per-example gradients (VOGN) come on top and are not counted; the seconds per run in the tables "
+    "include them."
 )
 
 
@@ -61,7 +62,9 @@ class Request:
 
 def reproduce(experiments: tuple[str, ...], request: Request, console: Console) -> Path:
     """Run ``experiments``, write their results, and draw the report from all results that are there."""
-    check(request)
+    check(request, needs_data=any(name in WITH_DATA for name in experiments))
+    for note in request.notes:
+        console.print(f"Note: {note}", style="yellow", soft_wrap=True)
     pool = Pool(Store(request.out / "runs"), console, request.workers)
     for name in experiments:
         result = EXPERIMENTS[name](request, pool)
@@ -72,14 +75,19 @@ def reproduce(experiments: tuple[str, ...], request: Request, console: Console) 
 def report(out: Path, console: Console) -> Path:
     """The page, from results on disk: nothing is trained."""
     from vprop.lab.report import write_report
+    from vprop.lab.report.schema import checked
 
     results = {}
     for name in EXPERIMENTS:
         path = out / "results" / f"{name}.json"
         if path.exists():
-            results[name] = json.loads(path.read_text())
+            try:
+                results[name] = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UsageError(f"{path} is no JSON file ({error}): run `vprop reproduce {name}` again.") from error
     if not results:
         raise UsageError(f"There are no results in {out / 'results'}: run `vprop reproduce logreg --out {out}` first.")
+    checked(results)
     decided = claims(results)
     write_json(out / "results" / "claims.json", decided, indent=1)
     page = write_report(results | {"claims": decided}, out)
@@ -88,14 +96,21 @@ def report(out: Path, console: Console) -> Path:
     return page
 
 
-def check(request: Request) -> None:
+def check(request: Request, needs_data: bool = True) -> None:
     """Refuse what cannot work before anything is run, and settle which data are used."""
+    request.methods, request.data = tuple(dict.fromkeys(request.methods)), tuple(dict.fromkeys(request.data))
     for name in request.methods:
         if name not in BY_NAME:
             raise UsageError(f"Unknown method {name!r}: must be one of {', '.join(BY_NAME)}.")
-    for name, value in (("seeds", request.seeds), ("passes", request.gradients)):
-        if value is not None and value < 1:
-            raise UsageError(f"Invalid --{name} {value}: must be at least 1.")
+    at_least = {
+        "seeds": (request.seeds, 1),
+        "workers": (request.workers, 0),
+        # What one step of some method takes.
+        "gradients": (request.gradients, max((BY_NAME[name].gradients for name in request.methods), default=10)),
+    }
+    for name, (value, least) in at_least.items():
+        if value is not None and value < least:
+            raise UsageError(f"Invalid --{name} {value}: must be at least {least}.")
     try:
         (request.out / "runs").mkdir(parents=True, exist_ok=True)
         (request.out / "runs" / ".writable").touch()
@@ -103,6 +118,11 @@ def check(request: Request) -> None:
         raise UsageError(
             f"Cannot write to {request.out}: {error.strerror}. Choose another folder with --out."
         ) from error
+    if needs_data:
+        _settle_data(request)
+
+
+def _settle_data(request: Request) -> None:
     if request.data or request.short:
         request.data = request.data or SHIPPED_DATA
         for name in request.data:
@@ -129,12 +149,10 @@ def _check_binary(name: str) -> None:
         raise DataError(f"The experiments need two classes, which {name!r} has not: choose from {usable}.")
 
 
-def _say_notes(request: Request, pool: Pool) -> None:
-    for note in request.notes:
-        pool.console.print(f"Note: {note}", style="yellow", soft_wrap=True)
-
-
-def _methods(request: Request, left_out: tuple[str, ...] = ()) -> tuple[str, ...]:
+def _methods(request: Request, experiment: str, left_out: tuple[str, ...] = ()) -> tuple[str, ...]:
+    usable = [name for name in request.methods if experiment == "mlp" or not BY_NAME[name].networks_only]
+    if request.methods and not usable:
+        raise UsageError(f"{', '.join(request.methods)} is for networks: use it with `vprop reproduce mlp`.")
     short = ("bbvi", "cvi-10", "vprop-2", "vprop-1", "vprop-0", "rmsprop", "vprop-2-centered", "vong-2-centered")
     if request.methods:
         return request.methods
@@ -142,14 +160,13 @@ def _methods(request: Request, left_out: tuple[str, ...] = ()) -> tuple[str, ...
 
 
 def _logreg(request: Request, pool: Pool) -> dict[str, Any]:
-    _say_notes(request, pool)
     plan = Plan(
         problem="logreg",
         data=request.data,
         batches=(None,) if request.short else (None, 32),
         seeds=request.pick(request.seeds, 3, 2),
         gradients=request.pick(request.gradients, 600, 200),
-        methods=_methods(request, NOT_BY_DEFAULT),
+        methods=_methods(request, "logreg", NOT_BY_DEFAULT),
         data_dir=request.data_dir,
     )
     return compare(plan, pool) | {
@@ -169,7 +186,7 @@ def _long(request: Request, pool: Pool) -> dict[str, Any]:
         batches=(None,),
         seeds=1,
         gradients=request.pick(request.gradients, 4000, 400),
-        methods=request.methods or LONG_METHODS,
+        methods=_methods(request, "long") if request.methods else LONG_METHODS,
         data_dir=request.data_dir,
         fixed={"lr": 0.1, "beta2": 0.98},
         decay=True,
@@ -181,19 +198,18 @@ def _long(request: Request, pool: Pool) -> dict[str, Any]:
         "description": "Where the methods end up when they are run for long, one seed, one setting for all, the step "
         "falling to zero over the second half: how near the ground truth an estimator's own bias lets it come. "
         + COUNTING,
-        "notes": [],
+        "notes": request.notes,
     }
 
 
 def _mlp(request: Request, pool: Pool) -> dict[str, Any]:
-    _say_notes(request, pool)
     plan = Plan(
         problem="mlp",
         data=request.data,
         batches=(None,) if request.short else (None, 32),
         seeds=request.pick(request.seeds, 3, 2),
         gradients=request.pick(request.gradients, 800, 200),
-        methods=_methods(request, ("von-10", "vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")),
+        methods=_methods(request, "mlp", ("von-10", "vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")),
         data_dir=request.data_dir,
         points=14,
     )
@@ -216,12 +232,15 @@ def _explore(request: Request, pool: Pool) -> dict[str, Any]:
 
 def _filter(request: Request, pool: Pool) -> dict[str, Any]:
     data = "australian" if "australian" in request.data else request.data[0]
-    return filters(pool, data, request.pick(request.seeds, 5, 2), request.data_dir)
+    result = filters(pool, data, request.pick(request.seeds, 5, 2), request.data_dir)
+    return result | {"notes": [*request.notes, *result["notes"]]}
 
 
 def _memory(request: Request, pool: Pool) -> dict[str, Any]:
     return memory()
 
+
+WITH_DATA = ("logreg", "mlp", "long", "filter")
 
 EXPERIMENTS: dict[str, Callable[[Request, Pool], dict[str, Any]]] = {
     "logreg": _logreg,

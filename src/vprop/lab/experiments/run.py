@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,8 +16,11 @@ from torch import Tensor, nn
 
 from vprop import VariationalOptimizer
 from vprop.lab.environment import environment
+from vprop.lab.experiments import methods
+from vprop.lab.experiments import problem as problem_module
 from vprop.lab.experiments.methods import BY_NAME, Method
-from vprop.lab.experiments.problem import PROBLEMS, Problem, Score, problem
+from vprop.lab.experiments.problem import Problem, Score, problem
+from vprop.lab.experiments.store import key_of
 
 FORMAT = 1
 """Part of every key: raise it when the meaning of a run changes, and no old result is taken for a new one."""
@@ -49,12 +51,9 @@ class Run:
 
     @property
     def key(self) -> str:
-        """A name for the outcome; where the data lie has no part in it."""
-        spec = asdict(self) | {"data_dir": None, "format": FORMAT}
-        if not self.decay:
-            del spec["decay"]
-        spec |= {"dropout": BY_NAME[self.method].dropout, "hess_init": PROBLEMS[self.problem].hess_init}
-        return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+        """A name for the outcome; where the data lie has no part in it, the code that computes it has."""
+        spec = {"experiment": "curves", "format": FORMAT} | asdict(self) | {"data_dir": None}
+        return key_of(spec, methods, problem_module, sys.modules[__name__])
 
     @property
     def steps(self) -> int:

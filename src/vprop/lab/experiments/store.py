@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import os
 import tempfile
+from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import vprop
+
+
+def key_of(spec: dict[str, Any], *modules: ModuleType) -> str:
+    """A name for the outcome of ``spec`` as ``modules`` compute it: a change of their source makes a new name."""
+    digest = hashlib.sha256(json.dumps(spec | {"version": vprop.__version__}, sort_keys=True, default=str).encode())
+    for module in modules:
+        digest.update(_source(module).encode())
+    return digest.hexdigest()[:24]
+
+
+@lru_cache
+def _source(module: ModuleType) -> str:
+    return inspect.getsource(module)
 
 
 class Store:

@@ -17,7 +17,7 @@ INTRODUCTION = (
     "<em>Vprop: Variational Inference using RMSprop</em> (Khan et al., 2017) claims that RMSprop with noisy weights "
     "performs Gaussian variational inference. This page repeats its experiments with the vprop library, adds methods "
     "of our own and some that came later, and says of each claim whether it holds. Every number comes from the JSON "
-    "files of the same run."
+    "files in the folder results beside this report."
 )
 HINT = (
     "Lines are means over seeds, bands ± one standard deviation. Click a method in the legend to hide or show it in "

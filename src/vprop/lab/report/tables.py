@@ -28,7 +28,7 @@ def _checks(claim: dict[str, Any]) -> str:
     if len(checks) < 2:
         return ""
     items = "".join(f'<li class="{"yes" if check["holds"] else "no"}">{text(check["text"])}</li>' for check in checks)
-    return f'<details class="checks"><summary>where</summary><ul>{items}</ul></details>'
+    return f'<details class="checks"><summary>the comparisons</summary><ul>{items}</ul></details>'
 
 
 def method_table(panel: dict[str, Any], styles: Styles) -> str:
@@ -47,7 +47,7 @@ def method_table(panel: dict[str, Any], styles: Styles) -> str:
                 number(method.get("seconds"), 3),
             )
         )
-    head = ["Method", "Samples", "Step sizes chosen", "Grid", "Final ELBO", "Final test log-loss", "Seconds"]
+    head = ["Method", "Gradients per step", "Step sizes chosen", "Grid", "Final ELBO", "Final test log-loss", "Seconds"]
     seeds = {len(method["seeds"]) for method in panel["methods"]}
     count = " or ".join(str(number) for number in sorted(seeds))
     return table(head, rows, css="numbers", numeric=(1, 4, 5, 6)) + (
@@ -85,7 +85,8 @@ def facts_table(facts: dict[str, Any]) -> str:
 
 def _chosen(method: dict[str, Any]) -> str:
     chosen = method.get("chosen") or {}
-    return ", ".join(f"{SYMBOLS.get(key, key)} = {setting(value)}" for key, value in chosen.items()) or "–"
+    settings = ", ".join(f"{SYMBOLS.get(key, key)} = {setting(value)}" for key, value in chosen.items()) or "–"
+    return settings + (" (edge of the grid)" if method.get("at_edge") else "")
 
 
 def _final(curve: dict[str, Any] | None) -> str:
