@@ -120,7 +120,7 @@ def test_compiled_step_with_a_closure(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", cases(any_loop=True))
 def test_compiled_by_inductor(case):
     torch._dynamo.reset()
     eager = train(case, "context", steps=4)
