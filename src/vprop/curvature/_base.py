@@ -42,6 +42,16 @@ class Folded:
     """The gradient at +ε while its antithetic partner is still to come."""
 
 
+def running_mean(folded: Folded | None, grad: Tensor, product: Tensor) -> Folded:
+    """The means of the gradients and of the products so far. ``product`` is taken over, ``grad`` is not changed."""
+    if folded is None:
+        return Folded(grad, product)
+    folded.count += 1
+    folded.grad = folded.grad.lerp(grad, 1 / folded.count)
+    folded.product.lerp_(product, 1 / folded.count)
+    return folded
+
+
 class CurvatureEstimator(ABC):
     """Turns what the samples of one step tell into ĥ.
 
@@ -89,13 +99,7 @@ class ObservedAverage(CurvatureEstimator):
     def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
         """Running means of ĝ and of the observation."""
         assert evidence.observed is not None
-        value = self.curvature_of(evidence.observed)
-        if folded is None:
-            return Folded(evidence.grad, value)
-        folded.count += 1
-        folded.grad = folded.grad.lerp(evidence.grad, 1 / folded.count)
-        folded.product = folded.product.lerp(value, 1 / folded.count)
-        return folded
+        return running_mean(folded, evidence.grad, self.curvature_of(evidence.observed))
 
     def curvature_of(self, observed: Tensor) -> Tensor:
         """What one observation says of the curvature; by default it is the curvature."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vprop.curvature._base import CurvatureEstimator, Evidence, Folded
+from vprop.curvature._base import CurvatureEstimator, Evidence, Folded, running_mean
 
 
 class NoiseProduct(CurvatureEstimator):
@@ -15,13 +15,7 @@ class NoiseProduct(CurvatureEstimator):
     def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
         """Running means of ĝ and ĝε."""
         assert evidence.noise is not None
-        product = evidence.grad * evidence.noise
-        if folded is None:
-            return Folded(evidence.grad, product)
-        folded.count += 1
-        folded.grad = folded.grad.lerp(evidence.grad, 1 / folded.count)
-        folded.product = folded.product.lerp(product, 1 / folded.count)
-        return folded
+        return running_mean(folded, evidence.grad, evidence.grad * evidence.noise)
 
     def hess(self, folded: Folded, ess: float) -> Tensor:
         """The mean of ĝε itself; no curvature until it is divided by σ."""

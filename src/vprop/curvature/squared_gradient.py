@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vprop.curvature._base import CurvatureEstimator, Evidence, Folded
+from vprop.curvature._base import CurvatureEstimator, Evidence, Folded, running_mean
 
 
 class SquaredGradient(CurvatureEstimator):
@@ -17,13 +17,7 @@ class SquaredGradient(CurvatureEstimator):
 
     def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
         """Running means of ĝ and ĝ² (or ĝĝᵀ)."""
-        grad = evidence.grad
-        if folded is None:
-            return Folded(grad, self.multiply(grad, grad))
-        folded.count += 1
-        folded.grad = folded.grad.lerp(grad, 1 / folded.count)
-        folded.product.lerp_(self.multiply(grad, grad), 1 / folded.count)
-        return folded
+        return running_mean(folded, evidence.grad, self.multiply(evidence.grad, evidence.grad))
 
     def hess(self, folded: Folded, ess: float) -> Tensor:
         """ess times the mean square."""

@@ -275,11 +275,11 @@ class VariationalOptimizer(Optimizer):
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure once per sample; returns the mean of what it returned."""
         self._ledger.forget_samples()
-        losses = []
+        losses, needs_objective = [], self._needs_objective()
         for sample in range(max(1, self.mc_samples)):
             with self._active_sample(sample), torch.enable_grad():
                 losses.append(closure())
-                if self._needs_objective():
+                if needs_objective:
                     self._observe(closure, sample)  # type: ignore[arg-type]
         if any(loss is None for loss in losses):
             return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vprop.baselines import exact_vi_logistic
+from vprop.baselines.exact import Structure
 from vprop.lab.environment import environment
 from vprop.lab.experiments.methods import METHODS, Method
 from vprop.lab.experiments.pool import Pool
@@ -90,6 +91,7 @@ def compare(plan: Plan, pool: Pool) -> dict[str, Any]:
         if (setting := chosen[panel.id, method.name]) is not None
     }
     results = pool.run_all(f"{title}: seeds", list(final.values()), execute, key=_key, cost=_cost)
+    lines = {panel.data: exact_lines(panel.task) for panel in panels if panel.batch == plan.batches[0]}
     return {
         "experiment": plan.problem,
         "environment": environment(),
@@ -107,6 +109,7 @@ def compare(plan: Plan, pool: Pool) -> dict[str, Any]:
                     method.name: [] if plan.fixed else _grid_scores(base[panel.id], method, tuned)
                     for method in panel.methods
                 },
+                lines[panel.data],
             )
             for panel in panels
         ],
@@ -183,6 +186,7 @@ def _figure(
     runs: dict[str, list[dict[str, Any]]],
     chosen: dict[tuple[str, str], dict[str, float] | None],
     grids: dict[str, list[dict[str, Any]]],
+    lines: list[dict[str, Any]],
 ) -> dict[str, Any]:
     methods = []
     for method in panel.methods:
@@ -215,7 +219,7 @@ def _figure(
         "num_data": panel.task.num_data,
         "num_parameters": sum(p.numel() for p in panel.task.model(0).parameters()),
         "prior_precision": panel.task.prior_precision,
-        "lines": _exact_lines(panel.task),
+        "lines": lines,
         "methods": methods,
     }
 
@@ -238,12 +242,12 @@ def over_seeds(curves: list[list[float | None]]) -> dict[str, list[float | None]
     return {"mean": mean, "std": std}
 
 
-def _exact_lines(task: Problem) -> list[dict[str, Any]]:
+def exact_lines(task: Problem, structures: tuple[Structure, ...] = ("diagonal", "full")) -> list[dict[str, Any]]:
     """What the best Gaussian of each structure reaches, where that can be computed."""
     if not isinstance(task, LogisticRegression):
         return []
     lines = []
-    for structure in ("diagonal", "full"):
+    for structure in structures:
         exact = exact_vi_logistic(task.train_x, task.data.train_y, task.prior_precision, structure)
         score = task.score(exact.mean, exact.variance if structure == "diagonal" else exact.covariance)
         label = f"exact VI, {structure}"

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from vprop import VON, VONG
-from vprop.baselines import ExtendedKalmanFilter, exact_vi_logistic
+from vprop.baselines import ExtendedKalmanFilter
 from vprop.lab.environment import environment
 from vprop.lab.experiments import problem as problem_module
-from vprop.lab.experiments.curves import over_seeds
+from vprop.lab.experiments.curves import exact_lines, over_seeds
 from vprop.lab.experiments.pool import Pool
 from vprop.lab.experiments.problem import LogisticRegression, fingerprint, problem
+from vprop.lab.experiments.run import finite_or_none, log_spaced
 from vprop.lab.experiments.store import key_of
 
 PRIOR_PRECISION = 1.0
@@ -67,7 +68,7 @@ def run_pass(job: Pass) -> dict[str, Any]:
     torch.set_num_threads(1)
     task = _task(job.data, job.data_dir)
     rows = torch.randperm(task.num_data, generator=torch.Generator().manual_seed(job.seed))[: job.examples]
-    marks = sorted({round(len(rows) ** (i / (job.points - 1))) for i in range(job.points)})
+    marks = log_spaced(len(rows), job.points)
     states = _kalman(task, rows) if job.method == "ekf" else _chain(task, rows, job)
     scores, mean, covariance = {}, torch.zeros(0), torch.zeros(0)
     for seen, (mean, covariance) in enumerate(states, start=1):
@@ -76,8 +77,8 @@ def run_pass(job: Pass) -> dict[str, Any]:
     return {
         "pass": asdict(job) | {"data_dir": None},
         "passes": [seen / task.num_data for seen in marks],
-        "elbo": [_finite(scores[seen].elbo) for seen in marks],
-        "log_loss": [_finite(scores[seen].log_loss) for seen in marks],
+        "elbo": [finite_or_none(scores[seen].elbo) for seen in marks],
+        "log_loss": [finite_or_none(scores[seen].log_loss) for seen in marks],
         "mean": mean.nan_to_num().tolist(),
         "precision": torch.linalg.inv(covariance).tolist() if bool(torch.isfinite(mean).all()) else None,
     }
@@ -132,29 +133,7 @@ def filters(pool: Pool, data: str, seeds: int, data_dir: Path | None, most: int 
     }
     results = pool.run_all("Filters", list(jobs.values()), run_pass, key=lambda job: job.key)
     by_method = {name: [results[jobs[name, seed].key] for seed in range(seeds)] for name in METHODS}
-    methods = []
-    for name, (label, group, _, _) in METHODS.items():
-        runs, ekf_runs = by_method[name], by_method["ekf"]
-        distances = [_finite(_distance(run, ekf)) for run, ekf in zip(runs, ekf_runs, strict=True)]
-        methods.append(
-            {
-                "name": f"filter-{name}",
-                "label": label,
-                "group": group,
-                "samples": None,
-                "grid": [],
-                "chosen": None,
-                "score_name": "nothing to choose",
-                "seeds": list(range(seeds)),
-                "passes": runs[0]["passes"],
-                "paper_passes": runs[0]["passes"],
-                "elbo": over_seeds([run["elbo"] for run in runs]) | {"standard_error": None},
-                "log_loss": over_seeds([run["log_loss"] for run in runs]),
-                "seconds": None,
-                "distance_to_ekf": distances,
-            }
-        )
-    exact = exact_vi_logistic(task.train_x, task.data.train_y, PRIOR_PRECISION, "full")
+    methods = [_figure_entry(name, by_method[name], by_method["ekf"]) for name in METHODS]
     return {
         "experiment": "filter",
         "title": "VONG and the extended Kalman filter",
@@ -179,27 +158,36 @@ def filters(pool: Pool, data: str, seeds: int, data_dir: Path | None, most: int 
                 "num_data": task.num_data,
                 "num_parameters": task.train_x.shape[1],
                 "prior_precision": PRIOR_PRECISION,
-                "lines": [
-                    {"label": "exact VI, full", "metric": "elbo", "value": exact.elbo},
-                    {
-                        "label": "exact VI, full",
-                        "metric": "log_loss",
-                        "value": task.score(exact.mean, exact.covariance).log_loss,
-                    },
-                ],
+                "lines": exact_lines(task, ("full",)),
                 "methods": methods,
             }
         ],
     }
 
 
+def _figure_entry(name: str, runs: list[dict[str, Any]], ekf_runs: list[dict[str, Any]]) -> dict[str, Any]:
+    label, group, _, _ = METHODS[name]
+    return {
+        "name": f"filter-{name}",
+        "label": label,
+        "group": group,
+        "samples": None,
+        "grid": [],
+        "chosen": None,
+        "score_name": "nothing to choose",
+        "seeds": [run["pass"]["seed"] for run in runs],
+        "passes": runs[0]["passes"],
+        "paper_passes": runs[0]["passes"],
+        "elbo": over_seeds([run["elbo"] for run in runs]) | {"standard_error": None},
+        "log_loss": over_seeds([run["log_loss"] for run in runs]),
+        "seconds": None,
+        "distance_to_ekf": [finite_or_none(_distance(run, ekf)) for run, ekf in zip(runs, ekf_runs, strict=True)],
+    }
+
+
 def mean_distance(method: dict[str, Any]) -> float:
     """Over the orders of the data; infinite if one diverged."""
     return statistics.fmean(float("inf") if value is None else value for value in method["distance_to_ekf"])
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _distance(run: dict[str, Any], ekf: dict[str, Any]) -> float:

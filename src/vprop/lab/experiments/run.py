@@ -22,9 +22,6 @@ from vprop.lab.experiments.methods import BY_NAME, Method
 from vprop.lab.experiments.problem import Problem, Score, problem
 from vprop.lab.experiments.store import key_of
 
-FORMAT = 1
-"""Part of every key: raise it when the meaning of a run changes, and no old result is taken for a new one."""
-
 TUNING_POINTS = (0.9, 0.95, 1.0)
 """Where in a run the score that chooses the step size is taken; the mean of these, because runs are noisy."""
 
@@ -52,7 +49,7 @@ class Run:
     @property
     def key(self) -> str:
         """A name for the outcome; where the data lie has no part in it, the code that computes it has."""
-        spec = {"experiment": "curves", "format": FORMAT} | asdict(self) | {"data_dir": None}
+        spec = {"experiment": "curves"} | asdict(self) | {"data_dir": None}
         return key_of(spec, methods, problem_module, sys.modules[__name__])
 
     @property
@@ -70,7 +67,7 @@ def execute(run: Run) -> dict[str, Any]:
     optimizer = method.build(
         model.parameters(), task.num_data, task.prior_precision, run.seed, task.hess_init, **dict(run.setting)
     )
-    marks = _marks(run.steps, run.points)
+    marks = log_spaced(run.steps, run.points)
     tuning = sorted({max(1, round(share * run.steps)) for share in TUNING_POINTS})
     scores: dict[int, Score] = {}
     tuning_scores: list[float] = []
@@ -93,7 +90,7 @@ def execute(run: Run) -> dict[str, Any]:
         "elbo": [_or_none(scores, step, "elbo") for step in marks],
         "elbo_error": [_or_none(scores, step, "elbo_error") for step in marks],
         "log_loss": [_or_none(scores, step, "log_loss") for step in marks],
-        "score": _finite(sum(tuning_scores) / len(tuning_scores)) if tuning_scores else None,
+        "score": finite_or_none(sum(tuning_scores) / len(tuning_scores)) if tuning_scores else None,
         "seconds": time.perf_counter() - started,
         "environment": environment(),
     }
@@ -108,7 +105,7 @@ def _decayed(step: int, steps: int) -> float:
     return min(1.0, (steps - step + 1) / (steps - steps // 2))
 
 
-def _marks(steps: int, points: int) -> list[int]:
+def log_spaced(steps: int, points: int) -> list[int]:
     """``points`` steps from the first to the last, evenly spaced on a logarithmic axis."""
     if points <= 1:
         return [steps] * points
@@ -155,5 +152,6 @@ def _or_none(scores: dict[int, Score], step: int, name: str) -> float | None:
     return getattr(scores[step], name) if step in scores else None
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def finite_or_none(value: float | None) -> float | None:
+    """What JSON can hold: ``None`` for NaN and infinity."""
+    return value if value is not None and math.isfinite(value) else None
