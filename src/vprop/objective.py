@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vprop.likelihood import Likelihood, check_likelihood, likelihood_of
+from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
+from vprop.likelihood.kinds import likelihood_module_of
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -22,7 +23,9 @@ class Objective:
 
     ``likelihood`` (and ``noise_variance``, for "gaussian") says which distribution the loss is the negative
     log-likelihood of, for estimators that draw labels from it. It is known for torch's ``cross_entropy``,
-    ``binary_cross_entropy_with_logits`` and ``mse_loss``.
+    ``binary_cross_entropy_with_logits`` and ``mse_loss``, and for :mod:`vprop.likelihood`'s losses, whose noise is read
+    anew each time because it learns. Of a loss with parameters of its own the gradients are left to their optimizer:
+    a call adds to them.
 
     >>> import torch
     >>> model = torch.nn.Linear(3, 1)
@@ -39,20 +42,28 @@ class Objective:
         x: Any,
         y: Any,
         *,
-        likelihood: Likelihood | None = None,
+        likelihood: LikelihoodLike | None = None,
         noise_variance: float | Tensor | None = None,
     ) -> None:
-        check_likelihood(likelihood, noise_variance)
         self.model = model
         self.loss_fn = loss_fn
         self.x = x
         self.y = y
-        self.likelihood: Likelihood | None = likelihood
+        self.likelihood: Likelihood | None
+        self._noise_module = likelihood_module_of(loss_fn, likelihood, noise_variance)
+        if self._noise_module is not None:
+            self.likelihood = self._noise_module.likelihood
+            return
         known = likelihood_of(loss_fn)
         if known is not None and likelihood in (None, known[0]):
-            self.likelihood = known[0]
+            likelihood = known[0]
             noise_variance = known[1] if noise_variance is None else noise_variance
-        self.noise_variance = 1.0 if noise_variance is None else noise_variance
+        self.likelihood, self._noise_variance = snapshot_likelihood(likelihood, noise_variance)
+
+    @property
+    def noise_variance(self) -> float | Tensor:
+        """Variance of an observation around its mean, as it is now; 1.0 where the likelihood has none."""
+        return self._noise_variance if self._noise_module is None else self._noise_module.current_noise()
 
     def __call__(self) -> Tensor:
         """Clear the gradients, compute the loss and its gradients at the current weights."""

@@ -326,6 +326,7 @@ BAD_ARGUMENTS = [
     ({"prior_precision": "1"}, r"Invalid prior_precision='1': must be a finite number > 0\. "),
     ({"noise_variance": -1.0}, r"Invalid noise_variance=-1\.0: must be a finite number > 0\. "),
     ({"likelihood": "poisson"}, r"Invalid likelihood='poisson': must be one of "),
+    ({"likelihood": "heteroscedastic"}, r"Invalid likelihood='heteroscedastic': must be 'gaussian', 'bern"),
     ({"likelihood": None}, r"Invalid likelihood=None: must be 'gaussian', 'bernoulli' or 'categorical'\. "),
     ({"max_parameters": 3}, r"Invalid model: has 4 trainable weights, must have 1 to max_parameters=3\. "),
 ]

@@ -114,3 +114,9 @@ def test_dropout_is_off_in_predictions():
     x, _ = make_batch()
     assert torch.equal(posterior.predict(x, seed=1).samples, posterior.predict(x, seed=1).samples)
     assert model[1].training
+
+
+def test_noise_that_does_not_fit_the_outputs():
+    prediction = Prediction(torch.zeros(4, 5, 2), "gaussian", torch.ones(3))
+    with pytest.raises(ValueError, match=r"Invalid noise_variance of shape \(3,\): must be .* shape \(5, 2\)"):
+        _ = prediction.aleatoric_variance

@@ -66,8 +66,8 @@ class OnlineMethod:
         max_parameters: int = 5000,
     ) -> None:
         check_likelihood(likelihood, None)
-        if likelihood is None:
-            raise invalid("likelihood", None, "'gaussian', 'bernoulli' or 'categorical'", "It says what y is.")
+        if likelihood not in ("gaussian", "bernoulli", "categorical"):  # natural parameter = output
+            raise invalid("likelihood", likelihood, "'gaussian', 'bernoulli' or 'categorical'", "It says what y is.")
         check_positive("prior_precision", prior_precision, "1 is a good first try.")
         check_positive("noise_variance", noise_variance, "It is the variance of an observation around its mean.")
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -28,8 +28,8 @@ class SampledFisher(ObservedAverage):
         if objective.likelihood is None:
             raise ValueError(
                 "The sampled Fisher draws labels from the model, but the loss function does not say from which "
-                "distribution. Pass Objective(..., likelihood='categorical' | 'bernoulli' | 'gaussian'), and for "
-                "'gaussian' noise_variance, so that the loss is its negative log-likelihood."
+                "distribution. Pass Objective(..., likelihood='categorical' | 'bernoulli' | 'gaussian' | "
+                "'heteroscedastic'), and for 'gaussian' noise_variance, so that the loss is its negative logarithm."
             )
         weights = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
         outputs = objective.output_at(weights)

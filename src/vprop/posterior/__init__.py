@@ -5,6 +5,7 @@ from vprop.posterior._base import ElboEstimate, Posterior
 from vprop.posterior.diagonal import DiagonalPosterior
 from vprop.posterior.full import FullPosterior
 from vprop.posterior.io import load_posterior
+from vprop.posterior.merge import merge
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
 
@@ -17,4 +18,5 @@ __all__ = [
     "Posterior",
     "Prediction",
     "load_posterior",
+    "merge",
 ]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vprop.likelihood import Likelihood, check_likelihood
+from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
 from vprop.objective import LossFunction, Objective, batch_size_of, call_with_weights
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
@@ -32,7 +32,8 @@ class Posterior(ABC):
     """A snapshot of a Gaussian over the weights of ``model``, by parameter name.
 
     Training on does not change it. Parameters of the model that are not in ``mean`` are constants; buffers (the
-    running statistics of BatchNorm) are part of the snapshot.
+    running statistics of BatchNorm) are part of the snapshot, and so is the noise of a
+    :class:`vprop.likelihood.GaussianLikelihood` that is given as ``likelihood``.
     """
 
     def __init__(
@@ -44,19 +45,18 @@ class Posterior(ABC):
         ess: float | None,
         seed: int = 0,
         snapshot: int = 1,
-        likelihood: Likelihood | None = None,
-        noise_variance: float | Tensor = 1.0,
+        likelihood: LikelihoodLike | None = None,
+        noise_variance: float | Tensor | None = None,
         buffers: dict[str, Tensor] | None = None,
     ) -> None:
-        check_likelihood(likelihood, noise_variance)
+        self.likelihood: Likelihood | None
+        self.likelihood, self.noise_variance = snapshot_likelihood(likelihood, noise_variance)
         self.model = model
         self.mean = mean
         self.prior = prior
         self.ess = ess
         self.seed = seed
         self.snapshot = snapshot
-        self.likelihood: Likelihood | None = likelihood
-        self.noise_variance = noise_variance
         if buffers is None:
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         self.buffers = buffers
@@ -125,7 +125,7 @@ class Posterior(ABC):
         num_samples: int = 32,
         seed: int = 0,
         *,
-        likelihood: Likelihood | None = None,
+        likelihood: LikelihoodLike | None = None,
         noise_variance: float | Tensor | None = None,
     ) -> Prediction:
         """Outputs of the model, in evaluation mode, under ``num_samples`` weights drawn with ``seed``.
@@ -134,6 +134,9 @@ class Posterior(ABC):
         with. The model's own weights are not touched.
         """
         check_num_samples(num_samples)
+        likelihood = self.likelihood if likelihood is None else likelihood
+        if noise_variance is None and likelihood == "gaussian":
+            noise_variance = self.noise_variance
         outputs = []
         with _evaluation_mode(self.model):
             for weights in self._weight_samples(num_samples, seed):
@@ -144,11 +147,7 @@ class Posterior(ABC):
                         "it in a module whose forward picks the tensor out (for Hugging Face: the .logits)."
                     )
                 outputs.append(output)
-        return Prediction(
-            torch.stack(outputs),
-            self.likelihood if likelihood is None else likelihood,
-            self.noise_variance if noise_variance is None else noise_variance,
-        )
+        return Prediction(torch.stack(outputs), likelihood, noise_variance)
 
     def _weight_samples(self, num_samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """Weights and buffers for ``functional_call``."""

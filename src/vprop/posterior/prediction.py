@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vprop.likelihood import Likelihood, check_likelihood
+from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood, split_heteroscedastic
 
 
 class Prediction:
@@ -13,16 +13,30 @@ class Prediction:
 
     ``samples`` has the samples first, then the shape of the model's output. For classifiers the outputs are
     logits: ``"categorical"`` over the last dimension, ``"bernoulli"`` element by element. For regression
-    (``"gaussian"``) they are means, with ``noise_variance`` the variance of an observation around them.
+    (``"gaussian"``) they are means, with ``noise_variance`` the variance of an observation around them; or
+    (``"heteroscedastic"``) the last dimension holds means and then as many log-variances. ``likelihood`` may also be
+    the loss that the model was trained with, if it is one of :mod:`vprop.likelihood`'s.
+
+    Uncertain weights make both mean f and noise v uncertain, and the variances follow the law of total variance,
+
+        Var[y] = Var_q[f] + E_q[v]                 ``variance`` = ``epistemic_variance`` + ``aleatoric_variance``
+
+    >>> import torch
+    >>> outputs = torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]])  # two samples: f = 1 and f = 3, log v = 0
+    >>> prediction = Prediction(outputs, "heteroscedastic")
+    >>> prediction.mean.tolist(), prediction.epistemic_variance.tolist(), prediction.variance.tolist()
+    ([[2.0]], [[2.0]], [[3.0]])
     """
 
     def __init__(
-        self, samples: Tensor, likelihood: Likelihood | None = None, noise_variance: float | Tensor = 1.0
+        self,
+        samples: Tensor,
+        likelihood: LikelihoodLike | None = None,
+        noise_variance: float | Tensor | None = None,
     ) -> None:
-        check_likelihood(likelihood, noise_variance)
         self.samples = samples
-        self.likelihood = likelihood
-        self._noise_variance = noise_variance
+        self.likelihood: Likelihood | None
+        self.likelihood, self._noise_variance = snapshot_likelihood(likelihood, noise_variance)
 
     def __repr__(self) -> str:
         return f"Prediction(samples={tuple(self.samples.shape)}, likelihood={self.likelihood!r})"
@@ -59,25 +73,36 @@ class Prediction:
     @property
     def mean(self) -> Tensor:
         """Predictive mean."""
-        self._require("gaussian")
-        return self._wide_samples().mean(0)
+        return self._sample_means().mean(0)
 
     @property
     def epistemic_variance(self) -> Tensor:
         """Variance of the mean under the posterior: what more data would remove."""
-        self._require("gaussian")
-        return self._wide_samples().var(0, unbiased=len(self.samples) > 1)
+        return self._sample_means().var(0, unbiased=len(self.samples) > 1)
 
     @property
     def aleatoric_variance(self) -> Tensor:
-        """Variance of an observation around its mean: what more data would not remove."""
-        self._require("gaussian")
-        return torch.as_tensor(self._noise_variance).to(self._wide_samples()).expand(self.samples.shape[1:])
+        """Variance of an observation around its mean, averaged over samples: what more data would not remove."""
+        means = self._sample_means()
+        if self.likelihood == "heteroscedastic":
+            return split_heteroscedastic(self.samples)[1].exp().mean(0)
+        noise = torch.as_tensor(self._noise_variance).to(means)
+        try:
+            return noise.expand(means.shape[1:])
+        except RuntimeError as error:
+            raise ValueError(
+                f"Invalid noise_variance of shape {tuple(noise.shape)}: must be a number or fit the outputs' shape "
+                f"{tuple(means.shape[1:])}. Pass one variance, or one for each element of the last dimension."
+            ) from error
 
     @property
     def variance(self) -> Tensor:
         """Variance of a new observation: epistemic plus aleatoric."""
         return self.epistemic_variance + self.aleatoric_variance
+
+    def _sample_means(self) -> Tensor:
+        self._require("gaussian", "heteroscedastic")
+        return self._wide_samples() if self.likelihood == "gaussian" else split_heteroscedastic(self.samples)[0]
 
     def _wide_samples(self) -> Tensor:
         """Outputs of half-precision models are summarised in float32."""

@@ -1,0 +1,138 @@
+"""What posteriors of shards must share to be merged, and what of them is added up or averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from vprop.likelihood import LikelihoodLike
+from vprop.posterior._base import Posterior
+from vprop.posterior.diagonal import DiagonalPosterior
+from vprop.posterior.full import FullPosterior
+
+
+def wide(value: Tensor, like: Tensor) -> Tensor:
+    """On the device of ``like``, in its widest precision: what is merged is a difference of large numbers."""
+    return value.detach().to(like.device, torch.float64 if like.device.type != "mps" else torch.float32)
+
+
+def total(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum; shapes may be broadcast."""
+    result = tensors[0]
+    for tensor in tensors[1:]:
+        result = result + tensor
+    return result
+
+
+def checked(posteriors: Iterable[Posterior]) -> list[Posterior]:
+    """The posteriors, if they can be merged, with the rows of all matrices in the order of the first."""
+    if isinstance(posteriors, Posterior):
+        raise TypeError("merge(posteriors): is one posterior, must be a list of them. Pass merge([...]).")
+    shards = list(posteriors)
+    if not shards:
+        raise ValueError("merge(posteriors): there are none, must be at least one. Pass a list of posteriors.")
+    for i, shard in enumerate(shards):
+        _check_shard(shards[0], shard, i)
+    names = list(shards[0].mean)
+    return [_in_order(shard, names) for shard in shards]
+
+
+def _in_order(shard: Posterior, names: list[str]) -> Posterior:
+    if isinstance(shard, FullPosterior) and list(shard.mean) != names:
+        return shard._in_order(names)
+    return shard
+
+
+def _check_shard(first: Posterior, shard: Posterior, number: int) -> None:
+    if not isinstance(shard, DiagonalPosterior | FullPosterior):
+        raise TypeError(
+            f"merge(posteriors): number {number} is a {type(shard).__name__}, must be a DiagonalPosterior or "
+            "FullPosterior. Use optimizer.posterior(model) or vprop.load_posterior(path, model)."
+        )
+    if type(shard) is not type(first):
+        raise ValueError(
+            f"merge(posteriors): number 0 is a {type(first).__name__}, number {number} a {type(shard).__name__}; must "
+            "be of one structure. Train all shards with optimizers of the same structure."
+        )
+    shapes, others = ({name: tuple(mean.shape) for name, mean in p.mean.items()} for p in (first, shard))
+    for name in [*shapes, *others]:
+        if shapes.get(name) != others.get(name):
+            raise ValueError(
+                f"merge(posteriors): {name!r} has shape {shapes.get(name)} in number 0 and {others.get(name)} in "
+                f"number {number} (None: not there); must agree. Train all shards on the same model."
+            )
+    if shard.model is not first.model:
+        _check_constants(first, shard, number)
+
+
+def _check_constants(first: Posterior, shard: Posterior, number: int) -> None:
+    """Parameters without a posterior are taken from the first model: they must be the same in the others."""
+    others = dict(shard.model.named_parameters())
+    for name, p in first.model.named_parameters():
+        other = others.get(name)
+        if name not in first.mean and (other is None or not torch.equal(p.detach(), other.detach().to(p))):
+            raise ValueError(
+                f"merge(posteriors): {name!r} has no posterior and is not the same in the models of numbers 0 and "
+                f"{number}. Load the same frozen weights into the models of all shards."
+            )
+
+
+def total_ess(shards: Sequence[Posterior]) -> float | None:
+    """The sum, if all are known."""
+    known = [shard.ess for shard in shards if shard.ess is not None]
+    return sum(known) if len(known) == len(shards) else None
+
+
+def agreed_likelihood(
+    shards: Sequence[Posterior], likelihood: LikelihoodLike | None, noise_variance: float | Tensor | None
+) -> dict[str, Any]:
+    """``likelihood`` and ``noise_variance`` as given, or that of all shards."""
+    if likelihood is None:
+        kinds = {shard.likelihood for shard in shards}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"merge(posteriors): their likelihoods differ ({', '.join(sorted(map(repr, kinds)))}), must agree. "
+                "Pass merge(..., likelihood=...)."
+            )
+        likelihood = shards[0].likelihood
+    if noise_variance is None and (likelihood is None or likelihood == "gaussian"):
+        noises = [torch.as_tensor(shard.noise_variance).detach().cpu().double() for shard in shards]
+        if not all(noise.shape == noises[0].shape and torch.equal(noise, noises[0]) for noise in noises):
+            raise ValueError(
+                f"merge(posteriors): their noise variances differ ({', '.join(str(n.tolist()) for n in noises)}), must "
+                "agree. Pass merge(..., noise_variance=...) with that of the whole, or train all shards with one."
+            )
+        noise_variance = shards[0].noise_variance
+    return {"likelihood": likelihood, "noise_variance": noise_variance}
+
+
+@torch.no_grad()
+def merged_buffers(shards: Sequence[Posterior]) -> dict[str, Tensor]:
+    """Floating-point buffers averaged with weights ess (if all are known), counts added up, other integers the same."""
+    sizes = [shard.ess for shard in shards]
+    weights = [1.0 if None in sizes else cast(float, size) for size in sizes]
+    merged = {}
+    for name, own in shards[0].buffers.items():
+        others = [shard.buffers.get(name) for shard in shards]
+        if any(other is None or other.shape != own.shape for other in others):
+            raise ValueError(
+                f"merge(posteriors): the buffer {name!r} is not in all of them with shape {tuple(own.shape)}. Train "
+                "all shards on the same model."
+            )
+        values = [cast(Tensor, other).to(own.device) for other in others]
+        if own.is_floating_point():
+            parts = [wide(value, own) * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True)]
+            merged[name] = total(parts).to(own.dtype)
+        elif name.rpartition(".")[2] == "num_batches_tracked":
+            merged[name] = total(values)
+        elif all(torch.equal(value, own) for value in values):
+            merged[name] = own.clone()
+        else:
+            raise ValueError(
+                f"merge(posteriors): the buffer {name!r} of dtype {own.dtype} differs between them; integers are not "
+                "averaged. Train all shards with the same values in it."
+            )
+    return merged

@@ -1,0 +1,241 @@
+"""One posterior from several that were trained on different parts of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from vprop.likelihood import LikelihoodLike
+from vprop.posterior import _shards
+from vprop.posterior._base import Posterior
+from vprop.posterior._shards import total, wide
+from vprop.posterior.diagonal import DiagonalPosterior
+from vprop.posterior.full import FullPosterior
+from vprop.posterior.prior import GaussianPrior
+
+_AnyPosterior = TypeVar("_AnyPosterior", bound=Posterior)
+_CLOSE = 1e-6
+"""Relative difference up to which two priors are one: a matrix goes through a division by each shard's ess."""
+
+
+def merge(
+    posteriors: Iterable[_AnyPosterior],
+    *,
+    prior: Literal["product"] | GaussianPrior | None = None,
+    likelihood: LikelihoodLike | None = None,
+    noise_variance: float | Tensor | None = None,
+) -> _AnyPosterior:
+    """The posterior given all data, from posteriors of shards, each trained with ``num_data`` its own size.
+
+    A shard's data say what its posterior N(μₖ, Pₖ⁻¹) has beyond its prior N(mₖ, Λₖ⁻¹). With the prior N(m, Λ⁻¹) of
+    the whole,
+
+        P  = Λ + Σₖ (Pₖ − Λₖ)
+        Pμ = Λm + Σₖ (Pₖμₖ − Λₖmₖ)
+
+    This is exact where the shards' posteriors are (a linear model with Gaussian noise); the diagonal structure needs
+    shards without correlations for that. A network has many equivalent optima: its shards must start from the
+    same weights, and stay close enough to mean the same by each weight.
+
+    Args:
+        posteriors: of one structure, over the same parameters. The result has their structure, and the model of the
+            first. ess is the sum, or ``None`` where one is not known.
+        prior: of the whole. ``None``: that of every shard, which must be the same, counted once. ``"product"``:
+            each shard was trained with its share of the prior, so Λ = ΣₖΛₖ. A :class:`GaussianPrior`: that one.
+        likelihood: of the result, as for :meth:`Posterior.predict`; may be left out where all shards agree.
+        noise_variance: of the result, likewise; shards that learned their noise each have another.
+
+    Buffers of floating point (the running statistics of BatchNorm) are averaged with weights ess, counts of batches
+    are added up, and other integers must be the same.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> prior = GaussianPrior({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(1.0)})
+    >>> def shard(mean, precision):
+    ...     mean, variance = {"weight": torch.tensor([[mean]])}, {"weight": torch.tensor([[1 / precision]])}
+    ...     return DiagonalPosterior(model, mean, variance, prior, ess=10.0)
+    >>> whole = merge([shard(1.0, 3.0), shard(2.0, 6.0)])  # P = 3 + 6 − 1, Pμ = 3·1 + 6·2
+    >>> float(1 / whole.variance["weight"]), float(whole.mean["weight"]), whole.ess
+    (8.0, 1.875, 20.0)
+    """
+    shards = _shards.checked(posteriors)
+    first, whole_prior = shards[0], _prior_of_the_whole(shards, prior)
+    rest = {
+        "ess": _shards.total_ess(shards),
+        "seed": first.seed,
+        "snapshot": first.snapshot,
+        "buffers": _shards.merged_buffers(shards),
+        **_shards.agreed_likelihood(shards, likelihood, noise_variance),
+    }
+    if isinstance(first, FullPosterior):
+        return cast(_AnyPosterior, _merge_full(cast(list[FullPosterior], shards), whole_prior, rest))
+    return cast(_AnyPosterior, _merge_diagonal(shards, whole_prior, rest))
+
+
+# -- the two structures ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _merge_diagonal(shards: Sequence[Posterior], prior: GaussianPrior, rest: dict[str, Any]) -> DiagonalPosterior:
+    first, mean, variance = shards[0], {}, {}
+    for name, own_mean in first.mean.items():
+        precisions = [wide(shard.variance[name], own_mean).reciprocal() for shard in shards]
+        means = [wide(shard.mean[name], own_mean) for shard in shards]
+        priors = [wide(shard.prior.precision[name], own_mean) for shard in shards]
+        prior_means = [wide(shard.prior.mean[name], own_mean) for shard in shards]
+        whole, whole_mean = wide(prior.precision[name], own_mean), wide(prior.mean[name], own_mean)
+        precision = total(precisions) + (whole - total(priors))
+        if not bool((precision > 0).all()):
+            gained = [p - own for p, own in zip(precisions, priors, strict=True)]
+            raise _not_positive(name, int((~(precision > 0)).sum()), float(precision.min()), gained, precision.argmin())
+        weighted = total([p * m for p, m in zip(precisions, means, strict=True)])
+        counted = total([p * m for p, m in zip(priors, prior_means, strict=True)])
+        mean[name] = ((weighted + (whole * whole_mean - counted)) / precision).to(own_mean.dtype)
+        variance[name] = precision.reciprocal().to(first.variance[name].dtype)
+    return DiagonalPosterior(first.model, mean, variance, prior, **rest)
+
+
+@torch.no_grad()
+def _merge_full(shards: Sequence[FullPosterior], prior: GaussianPrior, rest: dict[str, Any]) -> FullPosterior:
+    first = shards[0]
+    device = first.precision.device
+    precisions = [shard.precision.to(device) for shard in shards]
+    priors = [_prior_matrix(first, shard.prior) for shard in shards]
+    whole = _prior_matrix(first, prior)
+    precision = total(precisions) + (whole - total(priors))
+    factor, failed = torch.linalg.cholesky_ex(precision)
+    if bool(failed):
+        raise _not_positive_definite(first, precision, [p - own for p, own in zip(precisions, priors, strict=True)])
+    weighted = total([p @ first._flat(shard.mean) for p, shard in zip(precisions, shards, strict=True)])
+    counted = total([p @ first._flat(shard.prior.mean) for p, shard in zip(priors, shards, strict=True)])
+    shift = weighted + (whole @ first._flat(prior.mean) - counted)
+    mean = torch.cholesky_solve(shift.unsqueeze(-1), factor).squeeze(-1)
+    return FullPosterior(first.model, first._by_name(mean), precision, prior, **rest)
+
+
+def _prior_matrix(first: FullPosterior, prior: GaussianPrior) -> Tensor:
+    if prior.precision_matrix is not None:
+        return prior.precision_matrix.to(first.precision)
+    return first._flat(prior.precision).diag()
+
+
+def _not_positive(name: str, count: int, lowest: float, gained: Sequence[Tensor], where: Tensor) -> ValueError:
+    """``gained`` is what each shard's data add to the precision, ``where`` the worst element."""
+    less = [i for i, gain in enumerate(gained) if float(gain.flatten()[where]) < 0]
+    return ValueError(
+        f"The merged precision of {name!r} is not positive: {count} of {gained[0].numel()} elements, the lowest "
+        f"{lowest:.3g}. {_why(less)}"
+    )
+
+
+def _not_positive_definite(first: FullPosterior, precision: Tensor, gained: Sequence[Tensor]) -> ValueError:
+    values, vectors = torch.linalg.eigh(precision)
+    direction = vectors[:, 0]
+    shares = {name: float(part.square().sum()) for name, part in first._by_name(direction).items()}
+    less = [i for i, gain in enumerate(gained) if float(direction @ gain @ direction) < 0]
+    return ValueError(
+        f"The merged precision is not positive definite: its lowest eigenvalue is {float(values[0]):.3g}, in a "
+        f"direction that is mostly {max(shares, key=lambda name: shares[name])!r}. {_why(less)}"
+    )
+
+
+def _why(less_certain: list[int]) -> str:
+    if not less_certain:
+        return (
+            "The shards' data say nothing there, and the prior of the whole does not either. Pass a prior with a "
+            "precision > 0."
+        )
+    return (
+        f"A shard is less certain there than its prior (number {', '.join(map(str, less_certain))}, counted from 0). "
+        "Leave that shard out or train it longer, or, if each shard had only its share of the prior, pass "
+        "prior='product'."
+    )
+
+
+# -- the prior ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _prior_of_the_whole(shards: Sequence[Posterior], prior: Literal["product"] | GaussianPrior | None) -> GaussianPrior:
+    if prior is None:
+        for i, shard in enumerate(shards[1:], start=1):
+            _check_same_prior(shards[0], shard, i)
+        return shards[0].prior
+    if isinstance(prior, GaussianPrior):
+        return _checked_prior(shards[0], prior)
+    if prior != "product":
+        raise ValueError(
+            f"Invalid prior={prior!r}: must be None (all shards have the same), 'product' (each had its share), or a "
+            "GaussianPrior such as posterior.prior."
+        )
+    if any(shard.prior.precision_matrix is not None for shard in shards):
+        return _product_of_matrices(cast(list[FullPosterior], shards))
+    mean, precision = {}, {}
+    for name, own_mean in shards[0].mean.items():
+        parts = [wide(shard.prior.precision[name], own_mean) for shard in shards]
+        means = [wide(shard.prior.mean[name], own_mean) for shard in shards]
+        together = total(parts)
+        weighted = total([p * m for p, m in zip(parts, means, strict=True)])
+        # A flat prior has no mean to speak of: that of the first shard, which nothing depends on.
+        mean[name] = torch.where(together > 0, weighted / together, means[0]).to(own_mean.dtype)
+        precision[name] = together.to(own_mean.dtype)
+    return GaussianPrior(mean, precision)
+
+
+def _product_of_matrices(shards: Sequence[FullPosterior]) -> GaussianPrior:
+    first = shards[0]
+    parts = [_prior_matrix(first, shard.prior) for shard in shards]
+    weighted = total([p @ first._flat(shard.prior.mean) for p, shard in zip(parts, shards, strict=True)])
+    matrix = total(parts)
+    mean = torch.linalg.pinv(matrix, hermitian=True) @ weighted  # 0 along directions in which it is flat
+    return GaussianPrior(first._by_name(mean), first._by_name(matrix.diagonal()), matrix)
+
+
+def _check_same_prior(first: Posterior, shard: Posterior, number: int) -> None:
+    for name, own_mean in first.mean.items():
+        for kind in ("precision", "mean"):
+            mine, other = (wide(getattr(p.prior, kind)[name], own_mean) for p in (first, shard))
+            mine, other = torch.broadcast_tensors(mine, other)
+            if not torch.allclose(mine, other, rtol=_CLOSE, atol=0.0):
+                raise _other_prior(f"{name!r} has another prior {kind}", number)
+    correlated = any(p.prior.precision_matrix is not None for p in (first, shard))
+    if correlated and isinstance(first, FullPosterior):
+        mine, other = _prior_matrix(first, first.prior), _prior_matrix(first, shard.prior)
+        if not torch.allclose(mine, other, rtol=_CLOSE, atol=_CLOSE * float(mine.abs().max())):
+            raise _other_prior("the matrices of the prior precision differ", number)
+
+
+def _other_prior(what: str, number: int) -> ValueError:
+    return ValueError(
+        f"The priors of posteriors 0 and {number} differ: {what}. Train all shards with the same prior, which then "
+        "counts once; or pass prior='product' if each shard had its share of it, or a GaussianPrior for another."
+    )
+
+
+def _checked_prior(first: Posterior, prior: GaussianPrior) -> GaussianPrior:
+    """Its tensors in the order, and on the devices, of the parameters."""
+    mean: dict[str, Tensor] = {}
+    precision: dict[str, Tensor] = {}
+    for name, own_mean in first.mean.items():
+        for kind, checked in (("mean", mean), ("precision", precision)):
+            value = getattr(prior, kind).get(name)
+            shape = None if value is None else tuple(torch.as_tensor(value).shape)
+            if shape not in ((), tuple(own_mean.shape)):
+                raise ValueError(
+                    f"Invalid prior: its {kind} of {name!r} has shape {shape}, must be () or {tuple(own_mean.shape)}. "
+                    "Give a mean and a precision for every name in posterior.mean."
+                )
+            checked[name] = torch.as_tensor(value).detach().to(own_mean)
+    matrix = prior.precision_matrix
+    if matrix is not None:
+        shape, size = tuple(matrix.shape), first.num_parameters
+        if not isinstance(first, FullPosterior) or shape != (size, size):
+            raise ValueError(
+                f"Invalid prior: its precision_matrix has shape {shape}, must be {(size, size)} for a full and None "
+                "for a diagonal posterior. Use GaussianPrior(mean, precision) for a prior without correlations."
+            )
+        matrix = matrix.detach().to(first.precision)
+    return GaussianPrior(mean, precision, matrix)
