@@ -22,8 +22,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from vprop import Objective, Vprop
-from vprop.lab import metrics, plots
+from vprop import Objective, Vprop, metrics
+from vprop.lab import plots
 from vprop.lab.environment import environment
 
 NOISE_STD = 0.15
@@ -130,10 +130,10 @@ def digits(progress: Progress, epochs: int) -> dict[str, Any]:
 
 
 def _judge(probs: Tensor, labels: Tensor, noise_probs: Tensor) -> dict[str, Any]:
-    diagram = metrics.reliability(probs, labels)
+    diagram = metrics.reliability(probs, labels, bins=10)
     return {
         "accuracy": metrics.accuracy(probs, labels),
-        "log_loss": metrics.log_loss(probs, labels),
+        "log_loss": metrics.nll(probs, labels),
         "expected_calibration_error": diagram.expected_calibration_error,
         "reliability": diagram._asdict(),
         "mean_confidence_on_noise": float(noise_probs.max(-1).values.mean()),

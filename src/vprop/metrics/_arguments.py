@@ -1,0 +1,53 @@
+"""Checks that every metric shares: every error names the argument, what it is, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+
+def invalid(name: str, found: str, allowed: str, remedy: str) -> ValueError:
+    """The one form of message for a bad tensor."""
+    return ValueError(f"Invalid {name}: {found}, must be {allowed}. {remedy}")
+
+
+def shape_of(tensor: Tensor) -> str:
+    """A shape as one writes it, ``(3, 2)``."""
+    return str(tuple(tensor.shape))
+
+
+def check_tensor(name: str, value: object) -> Tensor:
+    """``value``, unless it is no real tensor with at least one element."""
+    if not isinstance(value, Tensor):
+        # as_tensor() on everything would silently round a list of floats to float32
+        found = f"is a {type(value).__name__}"
+        raise invalid(name, found, "a torch.Tensor", f"Convert it with torch.as_tensor({name}).")
+    if value.is_complex():
+        raise invalid(name, f"has dtype {value.dtype}", "real", "Pass real and imaginary parts one by one.")
+    if value.numel() == 0:
+        raise invalid(name, f"has shape {shape_of(value)}", "at least one example", "The mean of nothing is undefined.")
+    return value
+
+
+def real(name: str, value: object) -> Tensor:
+    """``value`` in float64, without its history."""
+    return check_tensor(name, value).detach().to(torch.float64)
+
+
+def check_bins(bins: int) -> None:
+    """Refuse a number of bins that is none."""
+    if not isinstance(bins, Integral) or isinstance(bins, bool) or bins < 1:
+        raise ValueError(f"Invalid bins={bins!r}: must be an integer >= 1. 15 is the default.")
+
+
+def check_level(level: float) -> None:
+    """Refuse a probability that no interval can have."""
+    if not isinstance(level, Real) or isinstance(level, bool) or not 0 < level < 1:
+        raise ValueError(f"Invalid level={level!r}: must be a number in (0, 1). Use 0.9 for an interval of 90 %.")
+
+
+def has_nan(*tensors: Tensor) -> bool:
+    """Whether a comparison among these tensors would silently take a NaN for a number."""
+    return any(bool(tensor.isnan().any()) for tensor in tensors)
