@@ -1,4 +1,4 @@
-"""Naive float64 numpy transcriptions of the relatives of Vprop: CVI, VON, VONG, VOGN, sampled Fisher and BBVI.
+"""Naive float64 numpy transcriptions of the relatives of Vprop: CVI, VON, VONG, VOGN, sampled Fisher, BBVI, IVON …
 
 In the notation of the mean loss: ℓ(θ) is the mean over the batch of −log p(y | x, θ), ess = N/τ, the prior is
 N(m0, 1/λ) and δ = λ/ess. All but BBVI are one natural-gradient step with different estimates Ĥ of E_q[∇²ℓ]:
@@ -339,3 +339,100 @@ def numerical_hessian(gradient, theta, step=1e-5):
 
 def mlp_hessian(theta, X, y, hidden, step=1e-5):
     return numerical_hessian(lambda t: mlp_gradient(t, X, y, hidden), theta, step)
+
+
+# Price's estimate, IVON and Vadam (diagonal). θₖ = μ + σεₖ with σ² = 1/(ess (h+δ)) of the old h throughout.
+
+
+class NaivePrice(NaiveNaturalGradient):
+    """Ĥ = mean over k of ∇ℓ(θₖ)(θₖ−μ)/σ², the update as written at the top of this file."""
+
+    def __init__(self, mean, **settings):
+        super().__init__(mean, full=False, **settings)
+        if self.mc_samples < 1:
+            raise ValueError("Price's estimate needs mc_samples >= 1: without noise there is nothing to multiply with")
+
+    def step(self, grad, noises):
+        """grad(θ) = ∇ℓ(θ)."""
+        thetas = self.samples(noises)
+        gradients = [grad(theta) for theta in thetas]
+        variance = 1.0 / (self.ess * (self.hess + self.delta))
+        products = [g * (theta - self.mean) / variance for g, theta in zip(gradients, thetas, strict=True)]
+        self.update(average(gradients), average(products))
+
+
+class NaiveIVON(NaivePrice):
+    """IVON (Shen et al., "Variational Learning is Effective for Large Deep Networks", 2024).
+
+    ĝ = mean over k of ∇ℓ(θₖ),  ĥ = mean over k of ∇ℓ(θₖ)(θₖ−μ)/σ²
+    m ← β₁m + (1−β₁)ĝ
+    h ← β₂h + (1−β₂)ĥ + ½(1−β₂)²(h−ĥ)²/(h+δ)                              (the old h on the right)
+    m̂ = m/(1−β₁ᵗ)
+    μ ← μ − α clip[(m̂ + δ(μ−m0))/(h+δ)]                                   (the new h)
+
+    with α = lr, or lr (h₀+δ) when `rescale_lr`. With r = (1−β₂)(h−ĥ)/(h+δ) the new h+δ is (1 − r + r²/2) times the
+    old, at least half of it: never negative. A sequence of such halvings is ended at h+δ = δ/1000.
+    """
+
+    def __init__(self, mean, *, betas=(0.9, 0.99999), rescale_lr=False, **settings):
+        super().__init__(mean, betas=betas, **settings)
+        self.alpha = self.lr * (self.hess + self.delta) if rescale_lr else self.lr
+
+    def update(self, gradient, hess_estimate):
+        self.momentum = self.beta1 * self.momentum + (1.0 - self.beta1) * gradient
+        step = 1.0 - self.beta2
+        correction = 0.5 * step**2 * (self.hess - hess_estimate) ** 2 / (self.hess + self.delta)
+        self.hess = self.beta2 * self.hess + step * hess_estimate + correction
+        self.hess = np.maximum(self.hess, -(1.0 - 1e-3) * self.delta)
+
+        self.t += 1
+        debiased = self.momentum / (1.0 - self.beta1**self.t)
+        direction = (debiased + self.delta * (self.mean - self.prior_mean)) / (self.hess + self.delta)
+        self.mean = self.mean - self.alpha * np.clip(direction, -self.clip_radius, self.clip_radius)
+
+
+class NaiveVadam:
+    """Vadam (Khan et al., "Fast and Scalable Bayesian Deep Learning by Weight-Perturbation in Adam", 2018).
+
+    σ² = 1/(N h + λ) = 1/(ess (h+δ)), this h not debiased;  θₖ = μ + σεₖ,  gₖ = ∇ℓ(θₖ)
+    m ← β₁m + (1−β₁) (mean over k of gₖ + δ(μ−m0))
+    h ← β₂h + (1−β₂) mean over k of gₖ²
+    m̂ = m/(1−β₁ᵗ),  ĥ = h/(1−β₂ᵗ)
+    μ ← μ − lr clip[m̂/(sqrt(ĥ)+δ)]
+    """
+
+    def __init__(self, mean, *, num_data, prior_precision=1.0, prior_mean=0.0, temperature=1.0, lr=1e-3,
+                 betas=(0.9, 0.999), mc_samples=1, antithetic=False, hess_init=0.0,
+                 clip_radius=float("inf")):  # fmt: skip
+        self.mean = np.array(mean, dtype=np.float64)
+        self.num_data = num_data / temperature
+        self.prior_precision = prior_precision
+        self.prior_mean = prior_mean
+        self.lr = lr
+        self.beta1, self.beta2 = betas
+        self.mc_samples = mc_samples
+        self.antithetic = antithetic
+        self.clip_radius = clip_radius
+        self.momentum = np.zeros_like(self.mean)
+        self.hess = hess_init * np.ones_like(self.mean)
+        self.t = 0
+
+    def step(self, grad, noises):
+        """grad(θ) = ∇ℓ(θ)."""
+        sigma = 1.0 / np.sqrt(self.num_data * self.hess + self.prior_precision)
+        delta = self.prior_precision / self.num_data
+        epsilons = sample_noises(self.mc_samples, self.antithetic, noises)
+        thetas = [self.mean + sigma * epsilon for epsilon in epsilons]
+        if self.mc_samples == 0:
+            thetas = [self.mean.copy()]
+        gradients = [grad(theta) for theta in thetas]
+
+        total = average(gradients) + delta * (self.mean - self.prior_mean)
+        self.momentum = self.beta1 * self.momentum + (1.0 - self.beta1) * total
+        self.hess = self.beta2 * self.hess + (1.0 - self.beta2) * average([g**2 for g in gradients])
+
+        self.t += 1
+        m_hat = self.momentum / (1.0 - self.beta1**self.t)
+        h_hat = self.hess / (1.0 - self.beta2**self.t)
+        direction = m_hat / (np.sqrt(h_hat) + delta)
+        self.mean = self.mean - self.lr * np.clip(direction, -self.clip_radius, self.clip_radius)

@@ -15,6 +15,7 @@ import torch
 
 import vprop
 from vprop.baselines import BBVI
+from vprop.curvature import AntitheticSpread, Hutchinson
 
 SHARED_BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"lr": -1.0}, r"Invalid lr=-1\.0: must be a finite number >= 0\. "),
@@ -58,14 +59,17 @@ class OptimizerInfo:
     constructor: Callable[..., vprop.VariationalOptimizer]
     configurations: dict[str, dict[str, Any]]
     bad_arguments: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    needs_objective: bool = False
-    """Whether every configuration needs more than gradients, so that only ``step(objective)`` trains it."""
+    required: dict[str, Any] = field(default_factory=dict)
+    """Arguments that have no default, beside ``num_data``."""
     has_hess: bool = True
     """Whether the state of a parameter holds a curvature for each of its weights: the natural-gradient diagonals."""
 
     @property
     def name(self) -> str:
         return self.constructor.__name__
+
+    def build(self, params: Any, **arguments: Any) -> vprop.VariationalOptimizer:
+        return self.constructor(params, **(self.required | arguments))
 
 
 TABLE = [
@@ -97,7 +101,6 @@ TABLE = [
     ),
     OptimizerInfo(
         vprop.CVI,
-        needs_objective=True,
         configurations={"1": {}, "2-momentum": {"mc_samples": 2, "betas": (0.9, 0.99), "chunk_size": 5}},
         bad_arguments=[
             ({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for CVI\. .*Vprop and VONG"),
@@ -106,13 +109,11 @@ TABLE = [
     ),
     OptimizerInfo(
         vprop.VOGN,
-        needs_objective=True,
         configurations={"1": {}},
         bad_arguments=[({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for VOGN")],
     ),
     OptimizerInfo(
         vprop.VON,
-        needs_objective=True,
         has_hess=False,
         configurations={"1": {}, "2-momentum": {"mc_samples": 2, "betas": (0.9, 0.99), "prior_precision": 3.0}},
         bad_arguments=[
@@ -134,12 +135,61 @@ TABLE = [
         bad_arguments=[({"max_parameters": 0}, r"Invalid max_parameters=0: must be an integer >= 1")],
     ),
     OptimizerInfo(
+        vprop.Vadam,
+        configurations={
+            "1": {},
+            "2": {"mc_samples": 2, "prior_precision": 10.0, "hess_init": 0.1, "clip_radius": 0.5},
+            "0-plain": {"mc_samples": 0, "betas": (0.0, 0.9)},
+        },
+        bad_arguments=[({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for Vadam")],
+    ),
+    OptimizerInfo(
+        vprop.IVON,
+        configurations={
+            "1": {},
+            "2-antithetic": {"mc_samples": 2, "antithetic": True, "betas": (0.9, 0.99), "clip_radius": 0.3},
+            "3-rescaled": {"mc_samples": 3, "betas": (0.0, 0.9), "rescale_lr": True, "hess_init": 0.1},
+        },
+        bad_arguments=[
+            (
+                {"mc_samples": 0},
+                r"Invalid mc_samples=0: must be >= 1 for IVON, whose curvature is Price\. Try",
+            ),
+            ({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for IVON"),
+            ({"rescale_lr": "yes"}, r"Invalid rescale_lr='yes': must be True or False"),
+        ],
+    ),
+    OptimizerInfo(
+        vprop.MeanField,
+        required={"curvature": "price"},
+        configurations={
+            "price": {"curvature": "price"},
+            "squared": {"curvature": "squared_gradient", "mc_samples": 0},
+            "centered": {"curvature": "centered", "mc_samples": 3},
+            "pairs": {"curvature": AntitheticSpread(), "mc_samples": 2, "antithetic": True},
+            "gauss_newton": {"curvature": "gauss_newton", "chunk_size": 5},
+            "hessian": {"curvature": "hessian", "riemannian": True},
+            "fisher": {"curvature": "sampled_fisher"},
+            "hutchinson": {"curvature": Hutchinson(probes=2), "mc_samples": 2, "riemannian": True},
+        },
+        bad_arguments=[
+            ({"curvature": "newton"}, r"Invalid curvature='newton': must be one of \('squared_gradient', .*vprop.curv"),
+            ({"curvature": "centered"}, r"Invalid mc_samples=1: must be >= 2 for MeanField, whose curvature is Sample"),
+            (
+                {"curvature": AntitheticSpread(), "mc_samples": 2},
+                r"Invalid antithetic=False: must be True, with an even mc_samples, for AntitheticSpread",
+            ),
+            ({"curvature": "price", "mc_samples": 0}, r"Invalid mc_samples=0: must be >= 1 for MeanField"),
+            ({"riemannian": 1}, r"Invalid riemannian=1: must be True or False"),
+        ],
+    ),
+    OptimizerInfo(
         BBVI,
         has_hess=False,
         configurations={"1-adam": {"method": "adam"}},
         bad_arguments=[
             ({"method": "newton"}, r"Invalid method='newton': must be one of \('sgd', 'rmsprop', 'adam'\)"),
-            ({"mc_samples": 0}, r"Invalid mc_samples=0: must be >= 1 for BBVI"),
+            ({"mc_samples": 0}, r"Invalid mc_samples=0: must be >= 1 for BBVI, .* Try mc_samples=1"),
             ({"lr_std": -1.0}, r"Invalid lr_std=-1\.0: must be None or a finite number >= 0"),
         ],
     ),
@@ -154,7 +204,7 @@ class Case:
     arguments: dict[str, Any]
 
     def __call__(self, params: Any, **overrides: Any) -> vprop.VariationalOptimizer:
-        return self.info.constructor(params, **({"lr": 0.05, "num_data": 200} | self.arguments | overrides))
+        return self.info.build(params, **({"lr": 0.05, "num_data": 200} | self.arguments | overrides))
 
     @property
     def mc_samples(self) -> int:
@@ -162,7 +212,8 @@ class Case:
 
     @property
     def needs_objective(self) -> bool:
-        return self.info.needs_objective or self.arguments.get("sampled_fisher", False)
+        """Whether only ``step(objective)`` trains it: gradients are not enough."""
+        return self([torch.zeros(1, requires_grad=True)])._needs_objective()
 
 
 def cases(

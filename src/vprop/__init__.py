@@ -1,20 +1,32 @@
 """PyTorch optimizers that perform Gaussian variational inference."""
 
+from vprop import curvature, metrics
 from vprop._version import __version__
+from vprop.likelihood import GaussianLikelihood, HeteroscedasticGaussianLikelihood
 from vprop.objective import Objective
-from vprop.optim import CVI, VOGN, VON, VONG, VariationalOptimizer, Vprop
-from vprop.posterior import Posterior, Prediction, load_posterior
+from vprop.optim import CVI, IVON, VOGN, VON, VONG, AutoPrior, MeanField, Vadam, VariationalOptimizer, Vprop, lr_find
+from vprop.posterior import Posterior, Prediction, load_posterior, merge
 
 __all__ = [
     "CVI",
+    "IVON",
     "VOGN",
     "VON",
     "VONG",
+    "AutoPrior",
+    "GaussianLikelihood",
+    "HeteroscedasticGaussianLikelihood",
+    "MeanField",
     "Objective",
     "Posterior",
     "Prediction",
+    "Vadam",
     "VariationalOptimizer",
     "Vprop",
     "__version__",
+    "curvature",
     "load_posterior",
+    "lr_find",
+    "merge",
+    "metrics",
 ]

@@ -45,6 +45,7 @@ class Stream(enum.IntEnum):
     EVALUATION = 1
     POSTERIOR = 2
     LABELS = 3
+    """Also the probes of Hutchinson's estimator: one estimator never draws both."""
 
 
 class Draw(NamedTuple):

@@ -18,17 +18,17 @@ def parameters():
 @pytest.mark.parametrize(("info", "arguments", "pattern"), ROWS, ids=lambda value: str(value)[:40])
 def test_bad_arguments(info, arguments, pattern):
     with pytest.raises(ValueError, match=pattern) as caught:
-        info.constructor(parameters(), **({"num_data": 100} | arguments))
+        info.build(parameters(), **({"num_data": 100} | arguments))
     text = str(caught.value)
     assert text.rstrip().endswith((".", ")")), "the message ends with a remedy, a full sentence"
     with pytest.raises(ValueError, match=pattern):  # the same check for a group's own value
-        info.constructor([{"params": parameters(), **arguments}], num_data=100)
+        info.build([{"params": parameters(), **arguments}], num_data=100)
 
 
 @pytest.mark.parametrize("info", TABLE, ids=lambda info: info.name)
 def test_num_data_is_required(info):
     with pytest.raises(TypeError, match="num_data"):
-        info.constructor(parameters())
+        info.build(parameters())
 
 
 @pytest.mark.parametrize("info", TABLE, ids=lambda info: info.name)
@@ -36,7 +36,7 @@ def test_numpy_numbers_are_numbers(info):
     import numpy as np
 
     arguments = {"lr": np.float64(0.1), "num_data": np.int64(10), "seed": np.int64(3), "mc_samples": np.int64(1)}
-    group = info.constructor(parameters(), **arguments).param_groups[0]
+    group = info.build(parameters(), **arguments).param_groups[0]
     assert {name: group[name] for name in arguments} == arguments
     assert [type(group[name]) for name in arguments] == [float, int, int, int]
 

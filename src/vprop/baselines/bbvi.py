@@ -15,6 +15,7 @@ from vprop.functional import black_box, diagonal
 from vprop.optim._arguments import NOT_HYPERPARAMETERS, invalid, is_number
 from vprop.optim._diagonal import DiagonalOptimizer, Written
 from vprop.optim._members import Member, mean_of
+from vprop.optim.auto_prior import PriorPrecision
 from vprop.precision import compute_dtype
 
 _METHODS = ("sgd", "rmsprop", "adam")
@@ -53,7 +54,7 @@ class BBVI(DiagonalOptimizer):
         lr: float | Tensor = 0.01,
         *,
         num_data: float,
-        prior_precision: float | Sequence[Tensor] = 1.0,
+        prior_precision: PriorPrecision = 1.0,
         prior_mean: Sequence[Tensor] | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         mc_samples: int = 1,
@@ -152,8 +153,6 @@ def _direction(name: str, grad: Tensor, state: dict[str, Tensor], group: dict[st
 def _check(group: dict[str, Any]) -> None:
     if group["method"] not in _METHODS:
         raise invalid("method", group["method"], f"one of {_METHODS}", "'sgd' takes constant steps.")
-    if group["mc_samples"] < 1:
-        raise invalid("mc_samples", group["mc_samples"], ">= 1 for BBVI", "The gradient in σ needs a sample.")
     for name, allowed in (("lr_std", "None or a finite number >= 0"), ("eps", "a finite number >= 0")):
         value = group[name]
         if name == "lr_std" and value is None:

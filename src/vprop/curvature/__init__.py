@@ -2,25 +2,32 @@
 
 from vprop.curvature._base import CurvatureEstimator, Evidence, Folded, ObservedAverage
 from vprop.curvature.centered import AntitheticSpread, SampleSpread
-from vprop.curvature.choice import from_gradients
+from vprop.curvature.choice import NAMES, by_name, from_gradients
 from vprop.curvature.hessian import Hessian, HessianDiagonal
+from vprop.curvature.hutchinson import Hutchinson
 from vprop.curvature.noise_product import NoiseProduct
 from vprop.curvature.per_example import PerExampleGaussNewton
+from vprop.curvature.price import Price
 from vprop.curvature.sampled_fisher import SampledFisher
-from vprop.curvature.squared_gradient import SquaredGradient
+from vprop.curvature.squared_gradient import MeanSquare, SquaredGradient
 
 __all__ = [
+    "NAMES",
     "AntitheticSpread",
     "CurvatureEstimator",
     "Evidence",
     "Folded",
     "Hessian",
     "HessianDiagonal",
+    "Hutchinson",
+    "MeanSquare",
     "NoiseProduct",
     "ObservedAverage",
     "PerExampleGaussNewton",
+    "Price",
     "SampleSpread",
     "SampledFisher",
     "SquaredGradient",
+    "by_name",
     "from_gradients",
 ]

@@ -61,7 +61,13 @@ class CurvatureEstimator(ABC):
     needs_objective = False
     """Whether ``step`` must be given an :class:`vprop.Objective`, for :meth:`observe` to look into."""
     needs_noise = False
-    """Whether ε of the sample is part of the evidence."""
+    """Whether ε of the sample is part of the evidence, and 1/σ² of the conclusion."""
+    least_samples = 0
+    """How many weight samples a step must have; 0 if the gradient at the mean will do."""
+    in_pairs = False
+    """Whether the samples must be antithetic pairs."""
+    signed = False
+    """Whether what is observed changes its sign with the loss, as a Hessian does and a square does not."""
 
     def __init__(self, multiply: Multiply = torch.mul) -> None:
         self.multiply = multiply
@@ -87,8 +93,8 @@ class CurvatureEstimator(ABC):
         """
 
     @abstractmethod
-    def hess(self, folded: Folded, ess: float) -> Tensor:
-        """ĥ from all samples of the step."""
+    def hess(self, folded: Folded, ess: float, precision: Tensor | None = None) -> Tensor:
+        """ĥ from all samples of the step. ``precision`` is 1/σ² of the samples, where ``needs_noise``."""
 
 
 class ObservedAverage(CurvatureEstimator):
@@ -105,6 +111,6 @@ class ObservedAverage(CurvatureEstimator):
         """What one observation says of the curvature; by default it is the curvature."""
         return observed
 
-    def hess(self, folded: Folded, ess: float) -> Tensor:
+    def hess(self, folded: Folded, ess: float, precision: Tensor | None = None) -> Tensor:
         """The mean itself: it is in units of the mean loss already."""
         return folded.product

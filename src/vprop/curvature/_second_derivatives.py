@@ -1,9 +1,24 @@
-"""Several directions through one graph at once: the step from gradients to rows of a Hessian."""
+"""Gradients that can be differentiated again, and several directions through one graph at once."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vprop.objective import Objective
+
+
+def detached_copies(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the parameters that a graph of their own can be built on."""
+    return {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+
+
+def differentiable_gradients(objective: Objective, weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """The gradients, with a graph to differentiate once more (which torch's fast attention kernels do not have)."""
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = objective.loss_at(weights)
+        return torch.autograd.grad(loss, list(weights.values()), create_graph=True, materialize_grads=True)
 
 
 def backward_directions(output: Tensor, inputs: list[Tensor], directions: Tensor) -> list[Tensor]:

@@ -17,7 +17,11 @@ class SampleSpread(CurvatureEstimator):
     """Independent samples: the unbiased sample variance Σ(ĝₖ−ḡ)²/(K−1), times ess.
 
     Accumulated as Welford does, because the spread can be many orders smaller than the gradients themselves.
+    Unbiased for ess·Var_q[∇ℓ] of the mini-batch, on a quadratic loss ess·Σₖ H²ⱼₖσₖ²; not for the Hessian, but near it
+    at the fixed point.
     """
+
+    least_samples = 2
 
     def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
         """Running mean of ĝ and sum of squared deviations from it."""
@@ -30,7 +34,7 @@ class SampleSpread(CurvatureEstimator):
         folded.product = folded.product + self.multiply(deviation, grad - folded.grad)
         return folded
 
-    def hess(self, folded: Folded, ess: float) -> Tensor:
+    def hess(self, folded: Folded, ess: float, precision: Tensor | None = None) -> Tensor:
         """ess times the sample variance."""
         return folded.product * (ess / (folded.count - 1))
 
@@ -41,6 +45,9 @@ class AntitheticSpread(CurvatureEstimator):
     The pair has the same expectation as the sample variance on a quadratic loss, and the terms of the gradient
     that are even in ε (third derivatives) cancel as well.
     """
+
+    least_samples = 2
+    in_pairs = True
 
     def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
         """Running mean of ĝ, and of the squared half-difference whenever a pair is complete."""
@@ -57,6 +64,6 @@ class AntitheticSpread(CurvatureEstimator):
         folded.partner = None
         return folded
 
-    def hess(self, folded: Folded, ess: float) -> Tensor:
+    def hess(self, folded: Folded, ess: float, precision: Tensor | None = None) -> Tensor:
         """ess times the mean over pairs."""
         return ess * folded.product

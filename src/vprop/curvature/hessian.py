@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vprop.curvature._base import ObservedAverage
 from vprop.curvature._linear_layers import linear_layers_of, second_derivatives, single_layer_hessian
-from vprop.curvature._second_derivatives import backward_directions
+from vprop.curvature._second_derivatives import backward_directions, detached_copies, differentiable_gradients
 from vprop.noise import Draw
 from vprop.objective import Objective
 
@@ -26,13 +25,14 @@ class HessianDiagonal(ObservedAverage):
     parameters. In a chain of linear layers and elementwise functions the second derivative in a weight is that in its
     output unit times the squared input, so that one row per *unit* is enough; such models are recognised.
 
-    ``sign`` is −1 where the objective is to be maximized; ``chunk_size`` rows are computed at a time.
+    ``chunk_size`` rows are computed at a time.
     """
 
-    def __init__(self, chunk_size: int = 32, sign: int = 1) -> None:
+    signed = True
+
+    def __init__(self, chunk_size: int = 32) -> None:
         super().__init__()
         self.chunk_size = chunk_size
-        self.sign = sign
 
     @torch.enable_grad()
     def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:
@@ -40,13 +40,13 @@ class HessianDiagonal(ObservedAverage):
         layers = linear_layers_of(objective)
         if layers is not None and set(parameters) <= set(layers.parameter_names):
             diagonals = second_derivatives(objective, layers, self.chunk_size)
-            return [self.sign * diagonals[name] for name in parameters]
-        weights = _weights(parameters)
-        grads = _gradients(objective, weights)
+            return [diagonals[name] for name in parameters]
+        weights = detached_copies(parameters)
+        grads = differentiable_gradients(objective, weights)
         diagonal = []
         for weight, grad in zip(weights.values(), grads, strict=True):
             pieces = [rows.diagonal(first) for first, rows in _rows(grad.flatten(), [weight], self.chunk_size)]
-            diagonal.append(self.sign * torch.cat(pieces).view_as(weight))
+            diagonal.append(torch.cat(pieces).view_as(weight))
         return diagonal
 
 
@@ -56,10 +56,11 @@ class Hessian(ObservedAverage):
     A row costs about two gradients. A model that is one linear layer needs one per output unit only.
     """
 
-    def __init__(self, chunk_size: int = 32, sign: int = 1) -> None:
+    signed = True
+
+    def __init__(self, chunk_size: int = 32) -> None:
         super().__init__(torch.outer)
         self.chunk_size = chunk_size
-        self.sign = sign
 
     @torch.enable_grad()
     def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:
@@ -67,27 +68,15 @@ class Hessian(ObservedAverage):
         sizes = [p.numel() for p in parameters.values()]
         layers = linear_layers_of(objective)
         if layers is not None and len(layers.layers) == 1 and list(parameters) == layers.parameter_names:
-            return list((self.sign * single_layer_hessian(objective, layers, self.chunk_size)).detach().split(sizes))
-        weights = _weights(parameters)
-        grads = _gradients(objective, weights)
+            return list(single_layer_hessian(objective, layers, self.chunk_size).detach().split(sizes))
+        weights = detached_copies(parameters)
+        grads = differentiable_gradients(objective, weights)
         flat = torch.cat([grad.flatten() for grad in grads])
         matrix = flat.new_empty(len(flat), len(flat))
         for first, rows in _rows(flat, list(weights.values()), self.chunk_size):
             matrix[first : first + len(rows)] = rows
-        matrix = self.sign * (matrix + matrix.T) / 2  # a rounding apart
+        matrix = (matrix + matrix.T) / 2  # a rounding apart
         return list(matrix.split(sizes))
-
-
-def _weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the parameters that a graph of their own can be built on."""
-    return {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-
-
-def _gradients(objective: Objective, weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """The gradients, with a graph to differentiate once more (which torch's fast attention kernels do not have)."""
-    with sdpa_kernel(SDPBackend.MATH):
-        loss = objective.loss_at(weights)
-        return torch.autograd.grad(loss, list(weights.values()), create_graph=True, materialize_grads=True)
 
 
 def _rows(grad: Tensor, weights: list[Tensor], chunk_size: int) -> Iterator[tuple[int, Tensor]]:

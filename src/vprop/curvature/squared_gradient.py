@@ -1,4 +1,4 @@
-"""ĥ = ess·E_q[ĝ²]: what RMSprop accumulates, and the paper's Vprop."""
+"""ĥ = ess·E_q[ĝ²]: what RMSprop accumulates, and the paper's Vprop. Without the factor: Vadam."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ class SquaredGradient(CurvatureEstimator):
         """Running means of ĝ and ĝ² (or ĝĝᵀ)."""
         return running_mean(folded, evidence.grad, self.multiply(evidence.grad, evidence.grad))
 
-    def hess(self, folded: Folded, ess: float) -> Tensor:
+    def hess(self, folded: Folded, ess: float, precision: Tensor | None = None) -> Tensor:
         """ess times the mean square."""
         return ess * folded.product
+
+
+class MeanSquare(SquaredGradient):
+    """The same without the factor ess: Adam's and Vadam's second moment, unbiased for E[ĝ²]."""
+
+    def hess(self, folded: Folded, ess: float, precision: Tensor | None = None) -> Tensor:
+        """The mean square."""
+        return folded.product

@@ -1,4 +1,4 @@
-r"""The diagonal Gaussian q = N(μ, σ²) and one natural-gradient step on it.
+r"""The diagonal Gaussian q = N(μ, σ²) and one step on it: the natural-gradient step, and Vadam's.
 
 In every function ``hess`` is the per-example curvature h, ``ess`` the effective sample size N/τ, and ``damping``
 is δ = λ/ess, a number or a tensor with one entry per weight. Then
@@ -9,17 +9,31 @@ is δ = λ/ess, a number or a tensor with one entry per weight. Then
     μ  ← μ − lr·clip((m̂ + δ·(μ−m₀)) / (h + δ))
 
 with the new h in the last line. The prior term stays outside the momentum average. An exact Hessian can be negative
-where the loss is not convex; h is kept from falling below zero, so that no weight is less certain than under the prior.
+where the loss is not convex, and so can an estimate of one. There are two ways to keep the precision positive: h is
+not let below zero, so that no weight is less certain than under the prior; or (``riemannian``) the average has a term
+more, ½(1−β₂)²(h−ĥ)²/(h+δ), which keeps h+δ > 0 by itself.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Scalar = float | Tensor
+
+LEAST_PRECISION = 1e-3
+"""No weight's precision is less than this share of its prior's.
+
+The riemannian average keeps h above −δ, but δ may fall afterwards (the prior or the temperature changes), and h+δ is
+a difference that rounding can make zero."""
+
+
+def precision(hess: Tensor, ess: Scalar, damping: Scalar) -> Tensor:
+    """1/σ² = ess·(h+δ)."""
+    return ess * (hess + damping).clamp_min(LEAST_PRECISION * damping)
 
 
 def variance(hess: Tensor, ess: Scalar, damping: Scalar) -> Tensor:
@@ -28,12 +42,12 @@ def variance(hess: Tensor, ess: Scalar, damping: Scalar) -> Tensor:
     >>> variance(torch.tensor([0.0, 0.03]), ess=100.0, damping=0.01)
     tensor([1.0000, 0.2500])
     """
-    return (ess * (hess + damping)).reciprocal()
+    return precision(hess, ess, damping).reciprocal()
 
 
 def perturbation(hess: Tensor, noise: Tensor, ess: Scalar, damping: Scalar) -> Tensor:
     """σ·ε: what a sample adds to the mean."""
-    return noise * (ess * (hess + damping)).rsqrt()
+    return noise * precision(hess, ess, damping).rsqrt()
 
 
 class Step(NamedTuple):
@@ -44,6 +58,8 @@ class Step(NamedTuple):
     momentum: Tensor | None
     unusable: Tensor
     """How many elements were left out because they would not have been finite (0-dim int64)."""
+    clipped: Tensor | None
+    """How many elements of the step were at the clip radius; ``None`` if that is infinite."""
 
 
 def natural_gradient_step(
@@ -59,6 +75,7 @@ def natural_gradient_step(
     damping: Scalar,
     prior_mean: Scalar,
     clip_radius: float,
+    riemannian: bool = False,
 ) -> Step:
     """One step from ĝ (``grad``) and ĥ (``hess_estimate``), the averages over this step's samples.
 
@@ -67,12 +84,79 @@ def natural_gradient_step(
     (h = ∞) silently freeze a weight for ever.
     """
     beta1, beta2 = betas
-    new_hess = torch.lerp(hess, hess_estimate, 1 - beta2).clamp_min(0)
+    average = _riemannian_average if riemannian else _clamped_average
+    new_hess = average(hess, hess_estimate, 1 - beta2, damping)
     new_momentum, debiased = None, grad
     if momentum is not None:
         new_momentum = torch.lerp(momentum, grad, 1 - beta1)
-        debiased = new_momentum / (1 - beta1**step)
+        debiased = new_momentum / _weight_so_far(beta1, step)
     direction = (debiased + damping * (mean - prior_mean)) / (new_hess + damping)
+    return _bounded_step(mean, hess, momentum, grad, new_hess, new_momentum, direction, lr, clip_radius)
+
+
+def vadam_step(
+    mean: Tensor,
+    hess: Tensor,
+    momentum: Tensor | None,
+    grad: Tensor,
+    hess_estimate: Tensor,
+    *,
+    step: Scalar,
+    lr: Scalar,
+    betas: tuple[float, float],
+    damping: Scalar,
+    prior_mean: Scalar,
+    clip_radius: float,
+) -> Step:
+    """Vadam's step: Adam's, with the prior's pull inside the momentum average.
+
+    m ← β₁m + (1−β₁)(ĝ + δ(μ−m₀)), h ← β₂h + (1−β₂)ĥ, μ ← μ − lr·m̂/(√ĥ + δ), where hats over averages are their
+    debiased values m/(1−β₁ᵗ) and h/(1−β₂ᵗ). Arguments are those of :func:`natural_gradient_step`.
+    """
+    beta1, beta2 = betas
+    new_hess = _clamped_average(hess, hess_estimate, 1 - beta2, damping)
+    pulled = grad + damping * (mean - prior_mean)
+    new_momentum, debiased = None, pulled
+    if momentum is not None:
+        new_momentum = torch.lerp(momentum, pulled, 1 - beta1)
+        debiased = new_momentum / _weight_so_far(beta1, step)
+    direction = debiased / ((new_hess / _weight_so_far(beta2, step)).sqrt() + damping)
+    return _bounded_step(mean, hess, momentum, grad, new_hess, new_momentum, direction, lr, clip_radius)
+
+
+def _weight_so_far(beta: float, step: Scalar) -> Scalar:
+    """1 − βᵗ, what the weights of an average that started at zero sum up to after t steps."""
+    if isinstance(step, Tensor) and beta > 0:
+        return -torch.expm1(step * math.log(beta))  # the difference itself would lose half of float32's digits
+    return 1 - beta**step
+
+
+def _clamped_average(hess: Tensor, estimate: Tensor, weight: float, damping: Scalar) -> Tensor:
+    """h + (1−β₂)(ĥ−h), not below zero; ``weight`` is 1−β₂."""
+    return torch.lerp(hess, estimate, weight).clamp_min(0)
+
+
+def _riemannian_average(hess: Tensor, estimate: Tensor, weight: float, damping: Scalar) -> Tensor:
+    """h + (1−β₂)(ĥ−h) + ½(1−β₂)²(ĥ−h)²/(h+δ): at least half of h+δ stays, whatever ĥ is."""
+    change = weight * (estimate - hess)
+    floor = -(1 - LEAST_PRECISION) * damping
+    positive = (hess + damping).clamp_min(LEAST_PRECISION * damping)
+    return (hess + change + 0.5 * change.square() / positive).clamp_min(floor)
+
+
+def _bounded_step(
+    mean: Tensor,
+    hess: Tensor,
+    momentum: Tensor | None,
+    grad: Tensor,
+    new_hess: Tensor,
+    new_momentum: Tensor | None,
+    direction: Tensor,
+    lr: Scalar,
+    clip_radius: float,
+) -> Step:
+    """Clip the direction, go, and leave out what is not finite."""
+    clipped = None if math.isinf(clip_radius) else (direction.abs() > clip_radius).sum()
     new_mean = mean - lr * direction.clamp(-clip_radius, clip_radius)
     usable = torch.isfinite(grad) & torch.isfinite(new_hess) & torch.isfinite(new_mean)
     return Step(
@@ -80,4 +164,5 @@ def natural_gradient_step(
         torch.where(usable, new_hess, hess),
         None if momentum is None or new_momentum is None else torch.where(usable, new_momentum, momentum),
         (~usable).sum(),
+        clipped,
     )

@@ -1,10 +1,30 @@
 """Named optimizers, one per file."""
 
 from vprop.optim._base import VariationalOptimizer
+from vprop.optim.auto_prior import AutoPrior
 from vprop.optim.cvi import CVI
+from vprop.optim.diagnosis import Diagnosis
+from vprop.optim.ivon import IVON
+from vprop.optim.lr_find import LrTrials, lr_find
+from vprop.optim.mean_field import MeanField
+from vprop.optim.vadam import Vadam
 from vprop.optim.vogn import VOGN
 from vprop.optim.von import VON
 from vprop.optim.vong import VONG
 from vprop.optim.vprop import Vprop
 
-__all__ = ["CVI", "VOGN", "VON", "VONG", "VariationalOptimizer", "Vprop"]
+__all__ = [
+    "CVI",
+    "IVON",
+    "VOGN",
+    "VON",
+    "VONG",
+    "AutoPrior",
+    "Diagnosis",
+    "LrTrials",
+    "MeanField",
+    "Vadam",
+    "VariationalOptimizer",
+    "Vprop",
+    "lr_find",
+]

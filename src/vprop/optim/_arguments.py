@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vprop.curvature import CurvatureEstimator
 from vprop.precision import compute_dtype
 
 NOT_HYPERPARAMETERS = ("self", "params", "__class__")
@@ -71,13 +72,9 @@ def check_group(group: dict[str, Any], matrix_prior: bool = False) -> None:
         "1 is the Bayesian posterior, smaller values are colder (less noise).",
     )
     _number(group, "clip_radius", "a number > 0", lambda v: v > 0, 'Use float("inf") for no clipping.')
-    for name in ("antithetic", "centered", "maximize", "capturable", "sampled_fisher"):
+    for name in ("antithetic", "centered", "maximize", "capturable", "sampled_fisher", "rescale_lr", "riemannian"):
         if not isinstance(group.get(name, False), bool):
             raise invalid(name, group[name], "True or False", f"Pass {name}=True or leave it out.")
-    if not isinstance(group.get("sampled_fisher", False), bool):
-        raise invalid(
-            "sampled_fisher", group["sampled_fisher"], "True or False", "Pass sampled_fisher=True or leave it out."
-        )
     if group.get("sampled_fisher") and group["centered"]:
         raise invalid("centered", True, "False when sampled_fisher=True", "Choose one of the two curvatures.")
     _betas(group)
@@ -136,6 +133,25 @@ def check_samples(group: dict[str, Any]) -> None:
     if antithetic and centered and count % 2:
         raise invalid(
             "mc_samples", count, "even when antithetic=True and centered=True", f"Use mc_samples={count + 1}."
+        )
+
+
+def check_estimator(estimator: CurvatureEstimator, group: dict[str, Any], optimizer: str) -> None:
+    """Check the samples against what the curvature estimator needs of them."""
+    count, name = group["mc_samples"], type(estimator).__name__
+    if count < estimator.least_samples:
+        raise invalid(
+            "mc_samples",
+            count,
+            f">= {estimator.least_samples} for {optimizer}, whose curvature is {name}",
+            f"Try mc_samples={estimator.least_samples}.",
+        )
+    if estimator.in_pairs and (not group["antithetic"] or count % 2):
+        raise invalid(
+            "antithetic",
+            group["antithetic"],
+            f"True, with an even mc_samples, for {name}",
+            "It takes the difference of two gradients; SampleSpread is for independent samples.",
         )
 
 

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from vprop.likelihood import Likelihood
+from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
 from vprop.optim._arguments import check_group, check_samples, invalid
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder, Ledger
+from vprop.optim._members import Marginal
+from vprop.optim.auto_prior import due_for_change, take_auto, update_auto_priors
+from vprop.optim.diagnosis import Diagnosis, diagnose
 from vprop.posterior import Posterior
 from vprop.precision import compute_dtype
 
@@ -81,8 +84,16 @@ class VariationalOptimizer(Optimizer):
         """Update mean and curvature from this step's statistics."""
 
     @abstractmethod
+    def _marginals(self) -> Iterator[Marginal]:
+        """Mean and variance of each parameter that has made a step."""
+
+    @abstractmethod
     def posterior(
-        self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float | Tensor = 1.0
+        self,
+        model: nn.Module,
+        *,
+        likelihood: LikelihoodLike | None = None,
+        noise_variance: float | Tensor | None = None,
     ) -> Posterior:
         """A snapshot of the posterior over ``model``'s parameters."""
 
@@ -92,6 +103,7 @@ class VariationalOptimizer(Optimizer):
         """Add a group, as torch does, with a check of its hyperparameters."""
         super().add_param_group(param_group)
         try:
+            take_auto(self.param_groups[-1])
             check_group(self.param_groups[-1], self._matrix_prior)
             self._check_centering(self.param_groups[-1])
             _ = self.mc_samples
@@ -108,11 +120,15 @@ class VariationalOptimizer(Optimizer):
                 "Its curvature is no spread of gradients; Vprop and VONG can be centred.",
             )
 
+    def _check_samples(self, group: dict[str, Any]) -> None:
+        """Refuse a number of samples that the group's other arguments do not allow."""
+        check_samples(group)
+
     @property
     def mc_samples(self) -> int:
         """Samples per step; one number for all groups, because a sample covers all weights at once."""
         for group in self.param_groups:
-            check_samples(group)  # groups can be edited at any time, and no samples means no curvature
+            self._check_samples(group)  # groups can be edited at any time, and no samples means no curvature
         counts = {group["mc_samples"] for group in self.param_groups}
         if len(counts) > 1:
             raise invalid(
@@ -269,8 +285,22 @@ class VariationalOptimizer(Optimizer):
         self._fold()
         self._update()
         self._ledger.forget_samples()
+        if any(group.get("auto_prior") is not None for group in self.param_groups):
+            self._follow_auto_priors()
         self._report_unusable(deferred=False)
         return loss
+
+    @torch.compiler.disable
+    def _follow_auto_priors(self) -> None:
+        """Let λ follow the posterior in the groups that asked for it. Reads numbers, so it stays out of graphs."""
+        groups = self.param_groups
+        due = due_for_change(groups, [self._steps_made(group) for group in groups])
+        if due:
+            update_auto_priors(groups, due, self._marginals())
+
+    def _steps_made(self, group: dict[str, Any]) -> int:
+        """How many steps the group has made: those of its busiest parameter."""
+        return max((int(self.state[p]["step"]) for p in group["params"] if self.state.get(p)), default=0)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure once per sample; returns the mean of what it returned."""
@@ -372,6 +402,19 @@ class VariationalOptimizer(Optimizer):
     def _leave_attached_sample(self) -> None:
         if self._ledger.holder is not Holder.CALLER:
             self._leave()
+
+    # -- help ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def diagnose(self) -> Diagnosis:
+        """What looks wrong with the posterior, in words, each with the argument to change; ``print`` it.
+
+        Best asked when some hundred steps have been made. It reads the state and changes nothing.
+        """
+        self._refuse_inside_sample("diagnose()")
+        self._leave()
+        steps = [self._steps_made(group) for group in self.param_groups]
+        return diagnose(self.param_groups, steps, list(self._marginals()), self._ledger.clipped)
 
     # -- NaN and infinity ------------------------------------------------------------------------------------
 

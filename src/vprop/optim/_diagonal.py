@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,10 +14,12 @@ from vprop import noise
 from vprop.bundles import bundles, gather, gather_or_number, limit_for, pieces_of, scatter_, scatter_add_
 from vprop.curvature import CurvatureEstimator, Evidence, Folded
 from vprop.functional import diagonal
-from vprop.likelihood import Likelihood
+from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
+from vprop.optim._arguments import check_estimator
 from vprop.optim._base import VariationalOptimizer
 from vprop.optim._members import (
+    Marginal,
     Member,
     draw_of,
     gradient_of,
@@ -82,9 +84,28 @@ class DiagonalOptimizer(VariationalOptimizer):
     and float16 weights, which are too coarse to hold it.
     """
 
+    _debiases_hess = False
+    """Whether the rule corrects the average of the curvature for its start, and so needs the step count."""
+
     @abstractmethod
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         """The estimator of ĥ that the group's hyperparameters ask for."""
+
+    def _rule(self, group: dict[str, Any]) -> Callable[..., diagonal.Step]:
+        """The update of mean and curvature, from ``functional/diagonal.py``."""
+        return diagonal.natural_gradient_step
+
+    def _step_size(self, group: dict[str, Any], damping: float | Tensor) -> float | Tensor:
+        """What the direction is multiplied by."""
+        return group["lr"]
+
+    def _averaged(self, member: Member, state: dict[str, Tensor], grad: Tensor) -> Tensor:
+        """What the momentum averages."""
+        return grad
+
+    def _check_samples(self, group: dict[str, Any]) -> None:
+        super()._check_samples(group)
+        check_estimator(self._curvature(group), group, type(self).__name__)
 
     def _members(self) -> Iterator[Member]:
         return members_of(self.param_groups)
@@ -123,6 +144,8 @@ class DiagonalOptimizer(VariationalOptimizer):
                 if evaluation_draw is None:
                     state["mean"].copy_(mean)
             plan.append(self._address(member, state, sample, evaluation_draw, mean))
+            if evaluation_draw is None:
+                self._ledger.scales[member.p] = (member.ess, member.damping)
         return plan
 
     def _write_sample(self, plan: list[Written]) -> None:
@@ -175,8 +198,9 @@ class DiagonalOptimizer(VariationalOptimizer):
             inside = parameters_in(objective, members, type(self).__name__)
             labels = label_draw_of(members[0], self._state(members[0]), sample)
             observed = estimator.observe(objective, inside, labels)
+            sign = -1 if estimator.signed and group["maximize"] else 1
             for p, value in zip(inside.values(), observed, strict=True):
-                self._ledger.observed[p] = value.detach().to(compute_dtype(p))
+                self._ledger.observed[p] = sign * value.detach().to(compute_dtype(p))
 
     def _fold(self) -> None:
         taking_part = [m for m in self._members() if m.p.grad is not None or m.p in self._ledger.folded]
@@ -215,10 +239,12 @@ class DiagonalOptimizer(VariationalOptimizer):
             elif "momentum" not in state:
                 # Zero at the first step. Later it starts as if all gradients so far had been this one, so that the
                 # debiased average does too.
-                late = folded.grad * (1 - beta1 ** state["step"].to(state["hess"].dtype))
-                state["momentum"] = torch.where(torch.isfinite(folded.grad), late, 0)  # 0·NaN is NaN, for ever
+                averaged = self._averaged(member, state, folded.grad)
+                late = averaged * (1 - beta1 ** state["step"].to(state["hess"].dtype))
+                state["momentum"] = torch.where(torch.isfinite(averaged), late, 0)  # 0·NaN is NaN, for ever
             state["step"] += 1
             ready.append(_Ready(member, state, folded))
+        self._ledger.clipped = {}
         for bundle in _bundles(ready):
             self._update_bundle(bundle)
 
@@ -229,21 +255,22 @@ class DiagonalOptimizer(VariationalOptimizer):
         statistics = Folded(
             gather([f.grad for f in folded]), gather([f.product for f in folded]), count=folded[0].count
         )
-        momentum: Tensor | None = None
-        step: float | Tensor = 1.0
-        if group["betas"][0] > 0:
-            momentum = gather([state["momentum"] for state in states])
-            step = _steps(states)
-        new = diagonal.natural_gradient_step(
+        hess, damping = gather([s["hess"] for s in states]), gather_or_number([i.member.damping for i in bundle])
+        estimator, precision = self._curvature(group), None
+        if estimator.needs_noise:
+            precision = self._sampled_precision(bundle, hess)
+        momentum = gather([state["momentum"] for state in states]) if group["betas"][0] > 0 else None
+        debiased = momentum is not None or self._debiases_hess
+        new = self._rule(group)(
             gather([mean_of(item.member.p, item.state) for item in bundle]),
-            gather([state["hess"] for state in states]),
+            hess,
             momentum,
             statistics.grad,
-            self._curvature(group).hess(statistics, ess),
-            step=step,
-            lr=group["lr"],
+            estimator.hess(statistics, ess, precision),
+            step=_steps(states) if debiased else 1.0,
+            lr=self._step_size(group, damping),
             betas=group["betas"],
-            damping=gather_or_number([item.member.damping for item in bundle]),
+            damping=damping,
             prior_mean=gather_or_number([item.member.prior_mean for item in bundle]),
             clip_radius=group["clip_radius"],
         )
@@ -254,6 +281,15 @@ class DiagonalOptimizer(VariationalOptimizer):
         if "mean" in states[0]:
             scatter_([state["mean"] for state in states], new.mean)
         self._count_unusable(new.unusable)
+        if new.clipped is not None:
+            number = bundle[0].member.group_number
+            size = sum(item.member.p.numel() for item in bundle)
+            self._ledger.clipped.setdefault(number, []).append((new.clipped, size))
+
+    def _sampled_precision(self, bundle: list[_Ready], hess: Tensor) -> Tensor:
+        """1/σ² of this step's samples. The group may have been edited since they were drawn."""
+        scales = [self._ledger.scales.get(i.member.p, (i.member.ess, i.member.damping)) for i in bundle]
+        return diagonal.precision(hess, scales[0][0], gather_or_number([damping for _, damping in scales]))
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
@@ -261,14 +297,25 @@ class DiagonalOptimizer(VariationalOptimizer):
         """σ² of a parameter."""
         return diagonal.variance(state["hess"], member.ess, member.damping)
 
+    def _marginals(self) -> Iterator[Marginal]:
+        for member in self._members():
+            state = self.state.get(member.p)
+            if state and int(state["step"]) > 0:
+                yield Marginal(member, mean_of(member.p, state), self._variance(member, state), state.get("hess"))
+
     @torch.no_grad()
     def posterior(
-        self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float | Tensor = 1.0
+        self,
+        model: nn.Module,
+        *,
+        likelihood: LikelihoodLike | None = None,
+        noise_variance: float | Tensor | None = None,
     ) -> DiagonalPosterior:
         """A snapshot of the posterior over ``model``'s parameters.
 
         Names come from ``model.named_parameters()``. Parameters that the optimizer does not hold, and frozen ones,
-        are constants of the model. ``likelihood`` and ``noise_variance`` are what ``predict`` assumes by default.
+        are constants of the model. ``likelihood`` (a kind, or the likelihood module that was the loss) and
+        ``noise_variance`` are what ``predict`` assumes by default.
         """
         self._refuse_inside_sample("posterior()")
         self._leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from vprop import noise
 from vprop.curvature import CurvatureEstimator, Evidence
 from vprop.functional import full
-from vprop.likelihood import Likelihood
+from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
 from vprop.optim._arguments import check_shared, check_size
 from vprop.optim._base import VariationalOptimizer
 from vprop.optim._curvature_matrix import CurvatureMatrix, KeptFactor
 from vprop.optim._members import (
+    Marginal,
     Member,
     draw_of,
     gradient_of,
@@ -183,7 +185,10 @@ class FullOptimizer(VariationalOptimizer):
         members = self._members()
         parameters = parameters_in(objective, members, type(self).__name__)
         labels = label_draw_of(members[0], self._peek_state(members[0]), sample)
-        observed = self._estimator().observe(objective, parameters, labels)
+        estimator = self._estimator()
+        observed = estimator.observe(objective, parameters, labels)
+        if estimator.signed and members[0].group["maximize"]:
+            observed = [-value for value in observed]
         rows = [value.reshape(member.p.numel(), -1) for member, value in zip(members, observed, strict=True)]
         self._ledger.observed_all = torch.cat(rows).squeeze(-1).to(_WIDE)
 
@@ -259,11 +264,26 @@ class FullOptimizer(VariationalOptimizer):
             for member, piece in zip(members, _pieces(new.momentum, members), strict=True):
                 self.state[member.p]["momentum"].copy_(piece.view(member.p.shape))
 
+    def _marginals(self) -> Iterator[Marginal]:
+        members = [m for m in self._members() if self.state.get(m.p) and int(self.state[m.p]["step"]) > 0]
+        if not members:
+            return
+        matrix = self._matrix(members, keep=False)
+        variances = torch.cholesky_inverse(self._factor(matrix, self._damping(members))).diagonal() / members[0].ess
+        diagonals = zip(members, _pieces(variances, members), _pieces(matrix.sub.diagonal(), members), strict=True)
+        for member, variance, hess in diagonals:
+            mean = mean_of(member.p, self.state[member.p])
+            yield Marginal(member, mean, variance.view(mean.shape), hess.view(mean.shape))
+
     # -- the posterior ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def posterior(
-        self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float | Tensor = 1.0
+        self,
+        model: nn.Module,
+        *,
+        likelihood: LikelihoodLike | None = None,
+        noise_variance: float | Tensor | None = None,
     ) -> FullPosterior:
         """A snapshot of the posterior over ``model``'s parameters, with one covariance over all of them.
 

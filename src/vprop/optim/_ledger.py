@@ -36,6 +36,8 @@ class Ledger:
     open_sample: int | None = None
     """The sample whose gradient is, or will be, in ``p.grad``."""
     folded_samples: int = 0
+    scales: dict[Tensor, tuple[float, float | Tensor]] = field(default_factory=dict)
+    """(ess, δ) that the samples were drawn with, by parameter."""
     folded: dict[Tensor, Any] = field(default_factory=dict)
     """What the structure has folded of the samples before the open one, by parameter."""
     observed: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -50,6 +52,8 @@ class Ledger:
     asked_by_grad_scaler: bool = False
     unusable: dict[torch.device, Tensor] = field(default_factory=dict)
     """Gradient elements left out and not yet reported."""
+    clipped: dict[int, list[tuple[Tensor, int]]] = field(default_factory=dict)
+    """Of the last step, by group: (elements at the clip radius, elements) of each bundle."""
 
     @property
     def drawn_samples(self) -> int:
@@ -65,5 +69,5 @@ class Ledger:
         """Start the step over."""
         self.holder = self.plan = self.saved = self.open_sample = None
         self.folded_samples = 0
-        self.folded, self.observed = {}, {}
+        self.folded, self.observed, self.scales = {}, {}, {}
         self.folded_all = self.observed_all = None

@@ -49,6 +49,17 @@ class Member:
         return 0.0 if means is None else means[self.position]
 
 
+@dataclass
+class Marginal:
+    """What the posterior says of one parameter by itself."""
+
+    member: Member
+    mean: Tensor
+    variance: Tensor
+    hess: Tensor | None
+    """h of its weights, where the optimizer has one."""
+
+
 def members_of(param_groups: Iterable[dict[str, Any]]) -> Iterator[Member]:
     """All parameters that take part; one with ``requires_grad=False`` is a constant and does not."""
     number = 0

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from vprop.curvature import CurvatureEstimator, HessianDiagonal
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim.auto_prior import PriorPrecision
 
 
 class CVI(DiagonalOptimizer):
@@ -47,7 +48,7 @@ class CVI(DiagonalOptimizer):
         lr: float | Tensor = 0.1,
         *,
         num_data: float,
-        prior_precision: float | Sequence[Tensor] = 1.0,
+        prior_precision: PriorPrecision = 1.0,
         prior_mean: Sequence[Tensor] | None = None,
         betas: tuple[float, float] = (0.0, 0.999),
         mc_samples: int = 1,
@@ -67,4 +68,4 @@ class CVI(DiagonalOptimizer):
         super().__init__(params, defaults)
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
-        return HessianDiagonal(group["chunk_size"], sign=-1 if group["maximize"] else 1)
+        return HessianDiagonal(group["chunk_size"])

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from vprop.curvature import CurvatureEstimator, PerExampleGaussNewton
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim.auto_prior import PriorPrecision
 
 
 class VOGN(DiagonalOptimizer):
@@ -46,7 +47,7 @@ class VOGN(DiagonalOptimizer):
         lr: float | Tensor = 0.1,
         *,
         num_data: float,
-        prior_precision: float | Sequence[Tensor] = 1.0,
+        prior_precision: PriorPrecision = 1.0,
         prior_mean: Sequence[Tensor] | None = None,
         betas: tuple[float, float] = (0.0, 0.999),
         mc_samples: int = 1,

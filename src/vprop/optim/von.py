@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from vprop.curvature import CurvatureEstimator, Hessian
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim._full import FullOptimizer
+from vprop.optim.auto_prior import PriorPrecision
 
 
 class VON(FullOptimizer):
@@ -51,7 +52,7 @@ class VON(FullOptimizer):
         lr: float | Tensor = 0.1,
         *,
         num_data: float,
-        prior_precision: float | Sequence[Tensor] | Tensor = 1.0,
+        prior_precision: PriorPrecision | Tensor = 1.0,
         prior_mean: Sequence[Tensor] | None = None,
         betas: tuple[float, float] = (0.0, 0.999),
         mc_samples: int = 1,
@@ -72,4 +73,4 @@ class VON(FullOptimizer):
         super().__init__(params, defaults)
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
-        return Hessian(group["chunk_size"], sign=-1 if group["maximize"] else 1)
+        return Hessian(group["chunk_size"])

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from vprop.curvature import CurvatureEstimator, from_gradients
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim._full import FullOptimizer
+from vprop.optim.auto_prior import PriorPrecision
 
 
 class VONG(FullOptimizer):
@@ -53,7 +54,7 @@ class VONG(FullOptimizer):
         lr: float | Tensor = 0.1,
         *,
         num_data: float,
-        prior_precision: float | Sequence[Tensor] | Tensor = 1.0,
+        prior_precision: PriorPrecision | Tensor = 1.0,
         prior_mean: Sequence[Tensor] | None = None,
         betas: tuple[float, float] = (0.0, 0.999),
         mc_samples: int = 1,

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from vprop.curvature import CurvatureEstimator, from_gradients
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim.auto_prior import PriorPrecision
 
 
 class Vprop(DiagonalOptimizer):
@@ -79,7 +80,7 @@ class Vprop(DiagonalOptimizer):
         lr: float | Tensor = 0.1,
         *,
         num_data: float,
-        prior_precision: float | Sequence[Tensor] = 1.0,
+        prior_precision: PriorPrecision = 1.0,
         prior_mean: Sequence[Tensor] | None = None,
         betas: tuple[float, float] = (0.0, 0.999),
         mc_samples: int = 1,

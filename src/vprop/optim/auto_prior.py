@@ -1,0 +1,133 @@
+"""prior_precision="auto": the prior precision that maximizes the ELBO, followed while training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vprop.optim._arguments import invalid, is_number
+from vprop.optim._members import Marginal
+
+BOUNDS = (1e-8, 1e8)
+"""λ stays in here. Where the data say nothing of a group the best λ is infinite."""
+
+
+@dataclass(frozen=True)
+class AutoPrior:
+    r"""A prior precision λ that is chosen by the ELBO while training: ``prior_precision=AutoPrior(...)``.
+
+    For a given posterior the ELBO depends on λ through KL(q ‖ N(m₀, I/λ)) only, which is smallest at
+
+        λ* = D / (‖μ−m₀‖² + Σσ²)        over the D weights of a group
+
+    Every ``every`` steps, after the first ``warmup``, log λ ← ``damping``·log λ + (1−``damping``)·log λ*, and never out
+    of [1e-8, 1e8]. The current value stands in ``param_groups[i]["prior_precision"]``. ``prior_precision="auto"`` is
+    ``AutoPrior()``.
+
+    Args:
+        shared: one λ for all groups that ask for it, and not one for each. The choice of groups is the choice of
+            which weights share a scale: a group per layer is a useful one.
+        damping: share of the old value, on a logarithmic scale.
+        every: steps between two changes; a change waits for the device.
+        warmup: steps before the first change, in which the posterior forgets how it was initialised.
+        start: λ until then.
+    """
+
+    shared: bool = False
+    damping: float = 0.8
+    every: int = 5
+    warmup: int = 20
+    start: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not isinstance(self.shared, bool):
+            raise invalid("shared", self.shared, "True or False", "True is one prior precision for all groups.")
+        if not is_number(self.damping) or not 0 <= self.damping < 1:
+            raise invalid("damping", self.damping, "a number in [0, 1)", "0 jumps to the best value each time.")
+        for name, least in (("every", 1), ("warmup", 0)):
+            value = getattr(self, name)
+            if not is_number(value, whole=True) or value < least:
+                raise invalid(name, value, f"an integer >= {least}", "It is a number of steps.")
+        if not is_number(self.start) or not BOUNDS[0] <= self.start <= BOUNDS[1]:
+            raise invalid("start", self.start, f"a number in [{BOUNDS[0]:g}, {BOUNDS[1]:g}]", "1 is the default.")
+
+
+PriorPrecision = float | str | AutoPrior | Sequence[Tensor]
+"""λ: one number, "auto", or a list of tensors like the parameters."""
+
+
+def take_auto(group: dict[str, Any]) -> None:
+    """Put a request for an automatic λ into the form that the updates read: a number, and beside it how to change it.
+
+    Plain values, so that a checkpoint holds them.
+    """
+    wanted = group["prior_precision"]
+    if isinstance(wanted, str):
+        if wanted != "auto":
+            raise invalid("prior_precision", wanted, 'a number, a list of tensors, or "auto"', 'Did you mean "auto"?')
+        wanted = AutoPrior()
+    if not isinstance(wanted, AutoPrior):
+        return
+    if group["capturable"]:
+        raise invalid(
+            "prior_precision",
+            "auto",
+            "a number with capturable=True",
+            "A captured graph cannot change it.",
+        )
+    group["prior_precision"] = float(wanted.start)
+    group["auto_prior"] = {
+        "shared": wanted.shared,
+        "damping": float(wanted.damping),
+        "every": int(wanted.every),
+        "warmup": int(wanted.warmup),
+    }
+
+
+def due_for_change(groups: list[dict[str, Any]], steps: list[int]) -> list[int]:
+    """The numbers of the groups whose λ changes after this step; ``steps`` are how many each has made."""
+    due = []
+    for number, (group, step) in enumerate(zip(groups, steps, strict=True)):
+        settings = group.get("auto_prior")
+        if settings is not None and step > settings["warmup"] and step % settings["every"] == 0:
+            due.append(number)
+    return due
+
+
+def update_auto_priors(groups: list[dict[str, Any]], due: list[int], marginals: Iterable[Marginal]) -> None:
+    """Move λ of the groups numbered ``due`` towards its best value, given the posterior now."""
+    counts, moments = [0.0] * len(groups), [0.0] * len(groups)
+    for marginal in marginals:
+        number = marginal.member.group_number
+        if groups[number].get("auto_prior") is not None:
+            distance = (marginal.mean - marginal.member.prior_mean).square()
+            counts[number] += marginal.mean.numel()
+            moments[number] += float((distance + marginal.variance).sum(dtype=torch.float64))
+    sharing = [number for number, group in enumerate(groups) if (group.get("auto_prior") or {}).get("shared")]
+    for number in due:
+        group, pool = groups[number], sharing if number in sharing else [number]
+        best = best_precision(sum(counts[i] for i in pool), sum(moments[i] for i in pool))
+        group["prior_precision"] = damped(group["prior_precision"], best, group["auto_prior"]["damping"])
+
+
+def best_precision(count: float, second_moment: float) -> float | None:
+    """λ* = D/(‖μ−m₀‖² + Σσ²), within :data:`BOUNDS`; ``None`` if the posterior is not finite.
+
+    >>> best_precision(10, 2.5), best_precision(10, 0.0), best_precision(10, float("inf"))
+    (4.0, 100000000.0, None)
+    """
+    if not math.isfinite(second_moment):
+        return None
+    low, high = BOUNDS
+    return min(high, max(low, count / max(second_moment, count / high)))
+
+
+def damped(old: float, new: float | None, damping: float) -> float:
+    """Between the two on a logarithmic scale; the old one if there is no new one."""
+    return old if new is None else math.exp(damping * math.log(old) + (1 - damping) * math.log(new))

@@ -1,0 +1,123 @@
+"""MeanField: the natural-gradient step with whichever curvature estimator one likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from vprop.curvature import NAMES, CurvatureEstimator, by_name
+from vprop.functional import diagonal
+from vprop.optim._arguments import NOT_HYPERPARAMETERS, invalid
+from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim.auto_prior import PriorPrecision
+
+
+class MeanField(DiagonalOptimizer):
+    r"""Diagonal Gaussian variational inference with any estimator of the curvature: the grid that the others are from.
+
+        θₖ = μ + εₖ/√(ess·(h+δ)),  εₖ ~ N(0, I)           k = 1…K, K = ``mc_samples`` (K = 0: θ = μ)
+        h  ← β₂·h + (1−β₂)·ĥ                               ĥ by ``curvature``
+        μ  ← μ − lr·(m̂ + δ(μ−m₀))/(h+δ)                    m̂ the mean over k of ∇ℓ(θₖ), with momentum if β₁ > 0
+
+    in the notation of :class:`vprop.Vprop`, whose arguments it shares.
+
+    | ``curvature`` | unbiased for | needs | the same as |
+    | --- | --- | --- | --- |
+    | ``"squared_gradient"`` | ess·E[ĝ²] | a gradient | ``Vprop`` |
+    | ``"centered"`` | ess·Var_q[ĝ] of the mini-batch | K ≥ 2 gradients | ``Vprop(centered=True)`` |
+    | ``"price"`` | E_q[diag ∇²ℓ] | K ≥ 1 gradients | ``IVON`` with ``riemannian=True`` |
+    | ``"gauss_newton"`` | the empirical Fisher's diagonal | an objective | ``VOGN`` |
+    | ``"sampled_fisher"`` | the Fisher's diagonal | an objective | ``Vprop(sampled_fisher=True)`` |
+    | ``"hutchinson"`` | E_q[diag ∇²ℓ] | an objective | |
+    | ``"hessian"`` | E_q[diag ∇²ℓ], exact at each sample | an objective | ``CVI`` |
+
+    Args:
+        curvature: a name from the table, or an estimator of :mod:`vprop.curvature`, one of your own included.
+        riemannian: keep the precision positive as IVON does, by a further term in the average, and not by keeping
+            h ≥ 0. For estimators that can be negative ("price", "hutchinson", "hessian"), whose noise a clamp
+            would bias upwards where the curvature is small.
+        chunk_size: of the estimators that work in chunks.
+        centered: not here; ``curvature="centered"`` says it.
+
+    A checkpoint holds the name of ``curvature`` only: an optimizer that loads it keeps the estimator it was built with.
+
+    >>> import vprop
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> x, y = torch.randn(50, 2, generator=torch.Generator().manual_seed(0)), torch.ones(50, 1)
+    >>> curvature = vprop.curvature.Hutchinson(probes=2)
+    >>> optimizer = MeanField(model.parameters(), lr=0.5, num_data=50, curvature=curvature, betas=(0.0, 0.9))
+    >>> for _ in range(50):
+    ...     loss = optimizer.step(vprop.Objective(model, torch.nn.functional.mse_loss, x, y))
+    >>> bool(loss < 0.1)
+    True
+    """
+
+    _can_center = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.1,
+        *,
+        num_data: float,
+        prior_precision: PriorPrecision = 1.0,
+        prior_mean: Sequence[Tensor] | None = None,
+        betas: tuple[float, float] = (0.0, 0.999),
+        mc_samples: int = 1,
+        antithetic: bool = False,
+        centered: bool = False,
+        temperature: float = 1.0,
+        hess_init: float = 1.0,
+        clip_radius: float = float("inf"),
+        seed: int = 0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        curvature: str | CurvatureEstimator,
+        riemannian: bool = False,
+        chunk_size: int = 32,
+    ) -> None:
+        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does, with a check of its hyperparameters."""
+        curvature = param_group.get("curvature", self.defaults["curvature"])
+        if not isinstance(curvature, CurvatureEstimator) and curvature not in NAMES:
+            raise invalid(
+                "curvature",
+                curvature,
+                f"one of {NAMES}, or an estimator of vprop.curvature",
+                "'centered' with mc_samples=2, antithetic=True is a good first try.",
+            )
+        super().add_param_group(param_group)
+
+    def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
+        curvature = group["curvature"]
+        if isinstance(curvature, CurvatureEstimator):
+            return curvature
+        return by_name(curvature, antithetic=group["antithetic"], chunk_size=group["chunk_size"])
+
+    def _rule(self, group: dict[str, Any]) -> Callable[..., diagonal.Step]:
+        return partial(diagonal.natural_gradient_step, riemannian=group["riemannian"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; an estimator is saved by its name, so that the file holds nothing but numbers and words."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            if isinstance(group["curvature"], CurvatureEstimator):
+                group["curvature"] = type(group["curvature"]).__name__
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; the curvature stays what this optimizer was built with."""
+        own = [group["curvature"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, curvature in zip(self.param_groups, own, strict=True):
+            group["curvature"] = curvature

@@ -1,0 +1,89 @@
+"""Vadam: variational inference with the update of Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from vprop.curvature import CurvatureEstimator, MeanSquare
+from vprop.functional import diagonal
+from vprop.optim._arguments import NOT_HYPERPARAMETERS
+from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim._members import Member, mean_of
+from vprop.optim.auto_prior import PriorPrecision
+
+
+class Vadam(DiagonalOptimizer):
+    r"""Diagonal Gaussian variational inference with the step of Adam (Khan et al., 2018).
+
+        θₖ = μ + εₖ/√(ess·(h+δ)),  εₖ ~ N(0, I)           k = 1…K, K = ``mc_samples`` (K = 0: θ = μ)
+        h  ← β₂·h + (1−β₂)·mean over k of ∇ℓ(θₖ)²          no factor ess
+        m  ← β₁·m + (1−β₁)·(mean over k of ∇ℓ(θₖ) + δ(μ−m₀))
+        μ  ← μ − lr·m̂/(√ĥ+δ)                              m̂ = m/(1−β₁ᵗ), ĥ = h/(1−β₂ᵗ)
+
+    in the notation of :class:`vprop.Vprop`, whose arguments it shares. Unlike there, the mean's step divides by the
+    *root* of the average square, as Adam does, so that ``lr`` is Adam's too; and the prior's pull is inside the
+    momentum average.
+
+    The square of a *mini-batch mean* of gradients stands for the curvature: for a batch of M examples it is about
+    M times too small (and ess times smaller than Vprop's), so the posterior is too wide, for large batches almost the
+    prior. Choose ``prior_precision`` large enough that the prior's noise lets the model learn; for variances that can
+    be trusted use centred :class:`vprop.Vprop` or antithetic :class:`vprop.IVON`.
+
+    Args:
+        lr: step size on the scale of Adam's.
+        hess_init: h before the first step; 0 as in the paper, so that the first samples are drawn from the prior.
+        centered: not for Vadam, whose curvature is the plain square.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> optimizer = Vadam([weight], lr=0.05, num_data=100, prior_precision=10.0)
+    >>> def closure():
+    ...     optimizer.zero_grad()
+    ...     loss = 0.5 * (weight - torch.tensor([1.0, -1.0])).square().sum()
+    ...     loss.backward()
+    ...     return loss
+    >>> for _ in range(300):
+    ...     loss = optimizer.step(closure)
+    >>> bool((weight - torch.tensor([1.0, -1.0])).abs().max() < 0.3)
+    True
+    """
+
+    _can_center = False
+    _debiases_hess = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.001,
+        *,
+        num_data: float,
+        prior_precision: PriorPrecision = 1.0,
+        prior_mean: Sequence[Tensor] | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        mc_samples: int = 1,
+        antithetic: bool = False,
+        centered: bool = False,
+        temperature: float = 1.0,
+        hess_init: float = 0.0,
+        clip_radius: float = float("inf"),
+        seed: int = 0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
+        super().__init__(params, defaults)
+
+    def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
+        return MeanSquare()
+
+    def _averaged(self, member: Member, state: dict[str, Tensor], grad: Tensor) -> Tensor:
+        return grad + member.damping * (mean_of(member.p, state) - member.prior_mean)
+
+    def _rule(self, group: dict[str, Any]) -> Callable[..., diagonal.Step]:
+        return diagonal.vadam_step

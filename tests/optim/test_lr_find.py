@@ -1,0 +1,124 @@
+"""A step size from short trials: it works, it agrees with longer runs, and it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.harness import everything, make_batch, make_model, train
+from tests.table import cases
+from vprop import Vprop, lr_find
+
+BATCHES = [make_batch(size=16, seed=seed) for seed in range(6)]
+
+
+def quadratic(output, y):
+    """Curvature 1 in the single output, whatever the input."""
+    return 0.5 * (output - y).square().mean()
+
+
+def test_on_a_quadratic_it_is_the_newton_step():
+    """h stays at 1 (β₂ ≈ 1) on a loss of curvature 100: steps above 2/100 diverge, those far below hardly move."""
+    weight = nn.Linear(1, 1, bias=False)
+    batches = [(torch.full((4, 1), 10.0), torch.full((4, 1), 30.0))]
+    optimizer = Vprop(weight.parameters(), lr=0.1, num_data=10_000, betas=(0.0, 1 - 1e-14), mc_samples=0)
+    trials = lr_find(optimizer, weight, quadratic, batches, steps=20, lrs=[1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+    assert trials.suggestion == 1e-2
+    assert trials.losses[-1] == math.inf
+    assert "lr=0.01 (loss at the end of each trial: 0.0001: " in str(trials)
+
+
+@pytest.mark.parametrize("case", cases(first_only=True))
+def test_it_leaves_no_trace(case):
+    model, optimizer = train(case, steps=3)
+    model.eval()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = copy.deepcopy(everything(model, optimizer))
+    groups, random = copy.deepcopy(optimizer.state_dict()["param_groups"]), torch.random.get_rng_state()
+    trials = lr_find(optimizer, model, F.cross_entropy, BATCHES, steps=12, lrs=[0.01, 0.1])
+    after = everything(model, optimizer)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for group, old in zip(optimizer.state_dict()["param_groups"], groups, strict=True):
+        assert {name: group[name] for name in old} == old
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert not model.training
+    assert model[0].weight.grad.eq(1).all()
+    assert trials.suggestion in (0.01, 0.1)
+
+
+def test_an_optimizer_that_has_made_no_step_stays_without_state():
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    lr_find(optimizer, model, F.cross_entropy, BATCHES, steps=10)
+    assert not any(optimizer.state.values())
+
+
+def test_groups_keep_their_ratio_and_a_tensor_stays_the_tensor():
+    model, rate = make_model(), torch.tensor(0.2)
+    groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters(), "lr": 0.02}]
+    optimizer = Vprop(groups, num_data=100)
+    seen, own = [], optimizer.param_groups[0]["lr"]
+    optimizer.register_step_pre_hook(lambda *_: seen.append([float(group["lr"]) for group in optimizer.param_groups]))
+    lr_find(optimizer, model, F.cross_entropy, BATCHES, steps=10, lrs=[1.0])
+    assert all(first == pytest.approx(10 * second) for first, second in seen)
+    assert seen[0][0] == pytest.approx(1.0)
+    assert optimizer.param_groups[0]["lr"] is own
+    assert float(rate) == pytest.approx(0.2)
+
+
+def test_the_edge_is_pointed_out():
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    text = str(lr_find(optimizer, model, F.cross_entropy, BATCHES, steps=10, lrs=[1e-6, 1e-5]))
+    assert "The best is the last one tried: try values beyond it" in text
+
+
+def test_it_is_put_back_after_an_error():
+    model = make_model()
+    optimizer, start = Vprop(model.parameters(), num_data=100), copy.deepcopy(model.state_dict())
+    calls = []
+
+    def failing(output, y):
+        calls.append(1)
+        if len(calls) > 15:
+            raise KeyError("the data")
+        return F.cross_entropy(output, y)
+
+    with pytest.raises(KeyError):
+        lr_find(optimizer, model, failing, BATCHES, steps=10)
+    assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 5}, r"Invalid steps=5: must be an integer >= 10\. "),
+        ({"lrs": [0.1, -1.0]}, r"Invalid lrs=\[0\.1, -1\.0\]: must be finite numbers > 0\. "),
+        ({"lrs": []}, r"Invalid lrs=\[\]: must be"),
+        ({"loader": []}, r"the loader is empty, or can be read only once"),
+        ({"loader": iter(BATCHES)}, r"the loader is empty, or can be read only once"),
+        (
+            {"loss_fn": lambda f, y: f.sum() * math.nan},
+            r"diverged with every lr tried \(0\.01, 0\.03, .*look at",
+        ),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    arguments = {"loss_fn": F.cross_entropy, "loader": BATCHES} | arguments
+    with pytest.raises(ValueError, match=message):
+        lr_find(optimizer, model, arguments.pop("loss_fn"), arguments.pop("loader"), **arguments)
+
+
+def test_lr_zero_has_nothing_to_multiply():
+    optimizer = Vprop(make_model().parameters(), lr=0.0, num_data=100)
+    with pytest.raises(ValueError, match=r"Invalid lr=0\.0: must be > 0 for lr_find"):
+        lr_find(optimizer, make_model(), F.cross_entropy, BATCHES)
