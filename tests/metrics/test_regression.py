@@ -96,6 +96,7 @@ def test_one_variance_for_all(score):
     expected = score(MEAN, torch.full((12,), 0.7, dtype=torch.float64), Y)
     assert score(MEAN, 0.7, Y) == score(MEAN, torch.tensor(0.7, dtype=torch.float64), Y) == expected
     assert score(MEAN.view(3, 4), 0.7, Y.view(3, 4)) == pytest.approx(expected, rel=1e-13)
+    assert score(MEAN, torch.tensor([[0.7]], dtype=torch.float64), Y) == expected
     assert score(MEAN, 1, Y) == score(MEAN, 1.0, Y)
 
 
@@ -109,6 +110,14 @@ def test_nan_gives_nan(score, which):
 
 def test_nan_gives_nan_for_rmse():
     assert math.isnan(rmse(MEAN, torch.full_like(MEAN, math.nan)))
+
+
+def test_float32_is_computed_in_double_precision():
+    """The square of 10³⁰ is beyond float32."""
+    far, zero = torch.tensor([1e30]), torch.tensor([0.0])
+    assert rmse(far, zero) == pytest.approx(1e30)
+    assert gaussian_nll(far, 1.0, zero) == pytest.approx(5e59)
+    assert crps_gaussian(far, 1.0, zero) == pytest.approx(1e30)
 
 
 def test_a_prediction_goes_in_as_it_is():

@@ -140,6 +140,12 @@ def test_the_order_of_samples_and_of_observations_does_not_matter(score):
 
 
 @pytest.mark.parametrize("score", [crps_samples, sample_coverage])
+def test_integers_are_numbers_too(score):
+    samples, y = (10 * SAMPLES).round(), (10 * Y).round()
+    assert score(samples.long(), y.long()) == score(samples, y)
+
+
+@pytest.mark.parametrize("score", [crps_samples, sample_coverage])
 def test_nan_gives_nan(score):
     samples, y = SAMPLES.clone(), Y.clone()
     samples[3, 3] = math.nan

@@ -52,7 +52,7 @@ def nll(probs: Tensor, labels: Tensor, *, task: Task | None = None) -> float:
         log_probs = data.probs.gather(-1, data.labels[:, None]).log()
     else:
         log_probs = torch.where(data.labels == 1, data.probs.log(), torch.log1p(-data.probs))
-    return float((-log_probs).mean()) + 0.0  # never -0.0
+    return float((-log_probs).mean())
 
 
 def brier(probs: Tensor, labels: Tensor, *, task: Task | None = None) -> float:

@@ -88,7 +88,9 @@ def _variance(variance: float | Tensor, mean: Tensor) -> Tensor:
     if isinstance(variance, Real) and not isinstance(variance, bool):
         variance = torch.tensor(float(variance), dtype=torch.float64)
     wide = real("variance", variance).to(mean.device)
-    if wide.dim() > 0 and wide.shape != mean.shape:
+    if wide.numel() == 1:
+        wide = wide.reshape(())
+    elif wide.shape != mean.shape:
         found, allowed = f"has shape {shape_of(wide)}", f"one number or of the shape of mean, {shape_of(mean)}"
         raise invalid("variance", found, allowed, "Expand it, variance.expand(mean.shape).")
     if bool((wide < 0).any()):
