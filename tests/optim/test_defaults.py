@@ -7,6 +7,7 @@ most one percentage point below it.
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -16,7 +17,7 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 
-from vprop import Vprop
+from vprop import IVON, Vprop, lr_find
 
 EPOCHS, BATCH = 40, 32
 
@@ -86,15 +87,15 @@ def fit(model, x, y, optimizer, scheduler=None):
                 scheduler.step()
 
 
-@pytest.mark.parametrize(
-    ("make", "dataset"),
-    [
-        (logistic_regression, load_breast_cancer),
-        (mlp, load_digits),
-        (cnn_with_batchnorm, load_digits),
-        (Transformer, load_digits),
-    ],
-)
+MODELS = [
+    (logistic_regression, load_breast_cancer),
+    (mlp, load_digits),
+    (cnn_with_batchnorm, load_digits),
+    (Transformer, load_digits),
+]
+
+
+@pytest.mark.parametrize(("make", "dataset"), MODELS)
 def test_within_one_percent_of_adam(make, dataset):
     train_x, train_y, test_x, test_y = load(dataset)
     models = []
@@ -118,3 +119,32 @@ def test_within_one_percent_of_adam(make, dataset):
     print(f"{make.__name__}: Adam {adam:.4f}, Vprop's mean {mean:.4f}, Vprop's posterior {posterior:.4f}")
     assert mean >= adam - 0.01
     assert posterior >= adam - 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("constructor", "arguments"),
+    [(Vprop, {}), (IVON, {}), (IVON, {"mc_samples": 2, "antithetic": True, "betas": (0.9, 0.999)})],
+    ids=["Vprop", "IVON", "IVON-pairs"],
+)
+@pytest.mark.parametrize(("make", "dataset"), MODELS)
+def test_lr_find_suggests_a_rate_that_trains(make, dataset, constructor, arguments):
+    """The whole recipe for a new user: lr_find, a cosine schedule, nothing else; within two points of Adam."""
+    train_x, train_y, test_x, test_y = load(dataset)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make()
+    adam_model = copy.deepcopy(model)
+    fit(adam_model, train_x, train_y, torch.optim.Adam(adam_model.parameters()))
+    optimizer = constructor(model.parameters(), num_data=len(train_x), **arguments)
+    order = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(1))
+    trials = lr_find(optimizer, model, F.cross_entropy, [(train_x[r], train_y[r]) for r in order.split(BATCH)])
+    optimizer.param_groups[0]["lr"] = trials.suggestion
+    steps = EPOCHS * math.ceil(len(train_x) / BATCH)
+    fit(model, train_x, train_y, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps))
+    with torch.no_grad():
+        adam = float((adam_model.eval()(test_x).argmax(1) == test_y).float().mean())
+    probs = optimizer.posterior(model, likelihood="categorical").predict(test_x).probs
+    reached = float((probs.argmax(1) == test_y).float().mean())
+    print(f"{make.__name__}, {constructor.__name__}: {trials}; Adam {adam:.4f}, posterior {reached:.4f}")
+    assert reached >= adam - 0.02

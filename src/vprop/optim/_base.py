@@ -1,11 +1,10 @@
-"""What all variational optimizers share: groups, samples, the three training loops, checkpoints."""
+"""What all variational optimizers share: groups, the three training loops, help, checkpoints."""
 
 from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -15,17 +14,18 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
-from vprop.optim._arguments import check_group, check_samples, invalid
+from vprop.optim._arguments import check_group, invalid
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder, Ledger
 from vprop.optim._members import Marginal
+from vprop.optim._sampling import SamplingOptimizer
 from vprop.optim.auto_prior import due_for_change, take_auto, update_auto_priors
 from vprop.optim.diagnosis import Diagnosis, diagnose
 from vprop.posterior import Posterior
 from vprop.precision import compute_dtype
 
 
-class VariationalOptimizer(Optimizer):
+class VariationalOptimizer(SamplingOptimizer):
     """A torch optimizer whose weights are the mean of a Gaussian posterior.
 
     The weights hold the mean whenever no sample is active. ``p.grad`` is read in :meth:`step` only (with several
@@ -43,7 +43,6 @@ class VariationalOptimizer(Optimizer):
     """Whether the curvature can be taken from the spread of the samples' gradients."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._ledger = Ledger()
         super().__init__(params, defaults)
         # Lists go with the parameters of the constructor; a group added later has its own or the usual prior.
         for name, usual in (("prior_mean", None), ("prior_precision", 1.0)):
@@ -51,25 +50,6 @@ class VariationalOptimizer(Optimizer):
                 self.defaults[name] = usual
 
     # -- what a structure provides ---------------------------------------------------------------------------
-
-    @abstractmethod
-    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> Any:
-        """Which noise goes where: all that writing a sample, and taking it out again, needs.
-
-        ``evaluation_draw`` is ``None`` for a sample of the coming step.
-        """
-
-    @abstractmethod
-    def _write_sample(self, plan: Any) -> None:
-        """Write the sample into the weights, which hold the mean."""
-
-    @abstractmethod
-    def _restore_mean(self, plan: Any) -> None:
-        """Put the mean back, from the weights and the noise, generated again. Undoes a half-done write, too."""
-
-    @abstractmethod
-    def _fold(self) -> None:
-        """Fold ``p.grad`` of all parameters, the gradient at one sample, into this step's statistics."""
 
     @abstractmethod
     def _needs_objective(self) -> bool:
@@ -118,144 +98,6 @@ class VariationalOptimizer(Optimizer):
                 True,
                 f"False for {type(self).__name__}",
                 "Its curvature is no spread of gradients; Vprop and VONG can be centred.",
-            )
-
-    def _check_samples(self, group: dict[str, Any]) -> None:
-        """Refuse a number of samples that the group's other arguments do not allow."""
-        check_samples(group)
-
-    @property
-    def mc_samples(self) -> int:
-        """Samples per step; one number for all groups, because a sample covers all weights at once."""
-        for group in self.param_groups:
-            self._check_samples(group)  # groups can be edited at any time, and no samples means no curvature
-        counts = {group["mc_samples"] for group in self.param_groups}
-        if len(counts) > 1:
-            raise invalid(
-                "mc_samples",
-                sorted(counts),
-                "the same in all parameter groups",
-                "A sample covers all groups at once.",
-            )
-        return counts.pop()
-
-    # -- samples ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def sampled_params(self, sample: int = 0, *, train: bool = True) -> Iterator[None]:
-        """Weights drawn from the posterior inside the block, the mean after it, also after an exception.
-
-        With ``train=True`` the draw belongs to the coming :meth:`step`: run forward *and* backward inside. For
-        ``mc_samples`` K > 1 run a block for each ``sample`` 0…K−1 in turn; with ``mc_samples=0`` the block sees the
-        mean. With ``train=False`` the draw is a fresh one for evaluation: the weights come back bit for bit, and
-        nothing of the training run changes.
-        """
-        self._refuse_inside_sample("sampled_params()")
-        with self._active_sample(sample) if train else self._active_evaluation(sample):
-            yield
-
-    @contextmanager
-    def _active_sample(self, sample: int) -> Iterator[None]:
-        """A sample of the coming step, for a block of code."""
-        try:
-            self._enter(sample, Holder.CALLER)
-            yield
-        except BaseException:
-            # A sample that was not finished must not be mistaken for one that was.
-            self._leave()
-            self._ledger.forget_samples()
-            raise
-        self._leave()
-
-    @contextmanager
-    def _active_evaluation(self, sample: int) -> Iterator[None]:
-        """A draw for evaluation, for a block of code."""
-        if sample != 0:
-            raise invalid("sample", sample, "left out with train=False", "Every evaluation block draws afresh.")
-        self._leave()
-        try:
-            self._ledger.saved = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
-            self._perturb(0, self._ledger.evaluation_draws)
-            self._ledger.holder = Holder.CALLER
-            self._ledger.evaluation_draws += 1
-            yield
-        finally:
-            self._leave()
-
-    def _enter(self, sample: int, holder: Holder) -> None:
-        """Make ``sample`` of the coming step active, after folding the sample before it."""
-        self._leave()
-        count = self.mc_samples
-        if not 0 <= sample < max(1, count):
-            raise invalid(
-                "sample",
-                sample,
-                f"in 0…{max(1, count) - 1} with mc_samples={count}",
-                "Raise mc_samples for more samples.",
-            )
-        if self._ledger.open_sample is not None and sample == self._ledger.open_sample + 1:
-            self._fold_open_sample()
-        expected = self._ledger.folded_samples if self._ledger.open_sample is None else self._ledger.open_sample
-        if sample != expected:
-            raise RuntimeError(
-                f"sampled_params({sample}): sample {expected} of this step is due. Draw the samples of a step in "
-                "order, and all micro-batches of one sample before the next sample; to start the step over, call "
-                "optimizer.discard_samples()."
-            )
-        if count > 0:
-            self._perturb(sample, None)
-        self._ledger.open_sample = sample
-        self._ledger.holder = holder
-
-    def _perturb(self, sample: int, evaluation_draw: int | None) -> None:
-        # State made here outlives the block that asked for a sample, so it must not be inference tensors.
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                self._ledger.plan = self._plan_sample(sample, evaluation_draw)
-                self._write_sample(self._ledger.plan)
-            except BaseException:
-                self._leave()
-                raise
-
-    @torch.no_grad()
-    def _leave(self) -> None:
-        """Put the mean back if a sample is in the weights.
-
-        The holder goes first: should an interrupt strike half-way, the next call carries on from there.
-        """
-        self._ledger.holder = None
-        if self._ledger.saved is not None:
-            for p, mean in self._ledger.saved:
-                p.copy_(mean)
-        elif self._ledger.plan is not None:
-            self._restore_mean(self._ledger.plan)
-        self._ledger.saved = self._ledger.plan = None
-
-    def _fold_open_sample(self) -> None:
-        """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
-            raise RuntimeError(
-                f"Sample {self._ledger.open_sample} has no gradient. Call backward() inside its block, and between two "
-                "samples clear gradients with optimizer.zero_grad(), which keeps the sample's (model.zero_grad() "
-                "throws it away)."
-            )
-        with torch.no_grad():
-            self._fold()
-        self._ledger.folded_samples += 1
-        self._ledger.open_sample = None
-        super().zero_grad(set_to_none=True)
-
-    def discard_samples(self) -> None:
-        """Forget the samples drawn for the coming step, for a batch that is given up half-way."""
-        self._refuse_inside_sample("discard_samples()")
-        self._leave()
-        self._ledger.forget_samples()
-
-    def _refuse_inside_sample(self, what: str) -> None:
-        if self._ledger.holder is Holder.CALLER:
-            raise RuntimeError(
-                f"{what} inside an active sample: the weights hold a draw, not the mean. Leave the "
-                "`with optimizer.sampled_params()` block (or the closure) first."
             )
 
     # -- the three loops -------------------------------------------------------------------------------------

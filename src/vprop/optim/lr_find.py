@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -19,6 +20,8 @@ from vprop.optim._base import VariationalOptimizer
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Times the optimizer's own lr: what is tried if nobody says."""
+AS_GOOD = 0.98
+"""The suggestion is the smallest lr with which the loss fell by this share of what it fell with the best."""
 JUDGED = 0.2
 """The share of a trial, its end, whose mean loss is compared."""
 HOPELESS = 10.0
@@ -36,7 +39,8 @@ class LrTrials:
 
     def __str__(self) -> str:
         tried = ", ".join(f"{lr:.2g}: {loss:.3g}" for lr, loss in zip(self.lrs, self.losses, strict=True))
-        edge = self.suggestion in (min(self.lrs), max(self.lrs))
+        best = self.lrs[min(range(len(self.losses)), key=self.losses.__getitem__)]
+        edge = self.suggestion == min(self.lrs) or self.suggestion == best == max(self.lrs)
         return f"lr={self.suggestion:.2g} (loss at the end of each trial: {tried})" + (
             ". The best is the last one tried: try values beyond it (lrs=...)" if edge and len(self.lrs) > 1 else ""
         )
@@ -51,7 +55,7 @@ def lr_find(
     steps: int = 100,
     lrs: Sequence[float] | None = None,
 ) -> LrTrials:
-    """Train for a moment with each of a few step sizes, and suggest the one that came furthest.
+    """Train for a moment with each of a few step sizes, and suggest the smallest that did as well as the best.
 
     Each trial starts from the model and the optimizer as they are, takes ``steps`` steps on the same mini-batches
     (x, y) of ``loader`` (begun again when it ends) with a cosine schedule to zero, and is judged by the mean training
@@ -76,74 +80,75 @@ def lr_find(
     if not all(own):
         raise invalid("lr", own[0], "> 0 for lr_find", "Build the optimizer with its default lr.")
     tried = [own[0] * factor for factor in FACTORS] if lrs is None else _checked(lrs)
-    batches = list(islice(_endless(loader), steps))
-    ends = []
+    losses: list[list[float]] = []
     with _as_it_was(optimizer, model) as start_over:
+        batches = list(islice(_endless(loader), steps))
         for lr in tried:
             start_over()
-            ends.append(_trial(optimizer, model, loss_fn, batches, [lr * rate / own[0] for rate in own]))
-    if not any(math.isfinite(end) for end in ends):
+            losses.append(_trial(optimizer, model, loss_fn, batches, [lr * rate / own[0] for rate in own]))
+    ends = [_end(trial) for trial in losses]
+    best = min(ends)
+    if not math.isfinite(best):
         raise ValueError(
             f"lr_find: the training diverged with every lr tried ({', '.join(f'{lr:.2g}' for lr in tried)}). Try "
             "smaller ones (lrs=[...]); if the loss is not finite from the start, look at the model and its data first."
         )
-    return LrTrials(tried, ends, min(zip(ends, tried, strict=True))[1])
+    good_enough = best + (1 - AS_GOOD) * max(0.0, losses[0][0] - best)
+    return LrTrials(tried, ends, min(lr for lr, end in zip(tried, ends, strict=True) if end <= good_enough))
 
 
 def _trial(
     optimizer: VariationalOptimizer, model: nn.Module, loss_fn: LossFunction, batches: list[Any], rates: list[float]
-) -> float:
-    """The mean loss over the end of a short training."""
+) -> list[float]:
+    """The losses of a short training, infinity at the end of one that diverged."""
     losses: list[float] = []
     for i, (x, y) in enumerate(batches):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             _set_lr(group, rate * 0.5 * (1 + math.cos(math.pi * i / len(batches))))
         losses.append(float(optimizer.step(Objective(model, loss_fn, x, y))))
         if not math.isfinite(losses[-1]) or losses[-1] > losses[0] + HOPELESS * max(1.0, abs(losses[0])):
-            return math.inf
+            losses.append(math.inf)
+            break
+    return losses
+
+
+def _end(losses: list[float]) -> float:
+    """The mean loss over the end of a trial."""
     judged = losses[-max(1, round(JUDGED * len(losses))) :]
     return sum(judged) / len(judged)
 
 
-class _as_it_was:
-    """Everything that a training changes is put back at the end, and by the function that it gives."""
+@contextmanager
+def _as_it_was(optimizer: VariationalOptimizer, model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Gives a function that puts model and optimizer back to the start; at the end everything is as it was."""
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    rates = [(group["lr"], float(group["lr"])) for group in optimizer.param_groups]
+    grads = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    modes = [(module, module.training) for module in model.modules()]
+    seed = torch.random.get_rng_state()
 
-    def __init__(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
-        self.optimizer, self.model = optimizer, model
-        self.weights, self.state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-        self.rates = [(group["lr"], float(group["lr"])) for group in optimizer.param_groups]
-        self.grads = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-        self.modes = [(module, module.training) for module in model.modules()]
-        self.random = torch.random.fork_rng()
-        self.warnings = warnings.catch_warnings()
-
-    def __enter__(self) -> Any:
-        self.random.__enter__()
-        self.warnings.__enter__()
-        warnings.simplefilter("ignore", RuntimeWarning)  # elements that are not finite: the trial says so by its loss
-        self.seed = torch.random.get_rng_state()
-        return self.start_over
-
-    def start_over(self) -> None:
-        self.put_back()
-        self.model.train()
-        torch.random.set_rng_state(self.seed)  # of dropout masks, the same in every trial
-
-    def put_back(self) -> None:
-        self.model.load_state_dict(self.weights)
-        self.optimizer.load_state_dict(copy.deepcopy(self.state))
-        for group, (rate, value) in zip(self.optimizer.param_groups, self.rates, strict=True):
+    def put_back() -> None:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        for group, (rate, value) in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # the very tensor, if it is one: somebody may hold it
             _set_lr(group, value)
 
-    def __exit__(self, *error: Any) -> None:
-        self.put_back()
-        for p, grad in self.grads:
-            p.grad = grad
-        for module, mode in self.modes:
-            module.training = mode
-        self.warnings.__exit__(*error)
-        self.random.__exit__(*error)
+    def start_over() -> None:
+        put_back()
+        model.train()
+        torch.random.set_rng_state(seed)  # of dropout masks, the same in every trial
+
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # elements that are not finite: the trial says so by its loss
+        try:
+            yield start_over
+        finally:
+            put_back()
+            for p, grad in grads:
+                p.grad = grad
+            for module, mode in modes:
+                module.training = mode
 
 
 def _set_lr(group: dict[str, Any], value: float) -> None:
