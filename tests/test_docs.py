@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 PAPER = (ROOT / "docs" / "paper.md").read_text()
@@ -47,8 +48,27 @@ def test_australian():
     assert f"exact {exact[0]} and {exact[1]}" in PAPER.replace("-", "−")
 
 
+def test_the_guides_code_runs_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), flags=re.S)
+    assert len(programs) >= 8
+    names = {}
+    with torch.random.fork_rng():
+        for program in programs:
+            exec(program, names)
+
+
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/paper.md", "docs/design-notes.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+    "page",
+    [
+        "README.md",
+        "docs/guide.md",
+        "docs/methods.md",
+        "docs/paper.md",
+        "docs/design-notes.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    ],
 )
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()

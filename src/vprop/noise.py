@@ -151,7 +151,9 @@ def _batch(parameters: Sequence[Tensor], draws: Sequence[Draw], members: list[in
         # Filled on the device: a copy from the host could not be captured in a CUDA graph.
         return torch.cat(
             [
-                torch.full((n,), word, dtype=torch.int64, device=device) if isinstance(word, int) else word.expand(n)
+                torch.full((n,), word, dtype=torch.int64, device=device)
+                if isinstance(word, int)
+                else word.to(device).expand(n)  # torch.compile makes tensors on the CPU of step counts
                 for word, n in zip(words, block_counts, strict=True)
             ]
         )

@@ -1,0 +1,128 @@
+"""What `vprop compare` does, task by task: results on disk after each, tables at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vprop.lab.comparison import nuts
+from vprop.lab.comparison.page import load_results, new_page, places, with_tables
+from vprop.lab.comparison.protocol import compare
+from vprop.lab.comparison.tasks import FULL, SHORT, Spec, load_data
+from vprop.lab.data import DataNotFound
+from vprop.lab.experiments.pool import Pool
+from vprop.lab.experiments.problem import fingerprint
+from vprop.lab.experiments.reproduce import UsageError
+from vprop.lab.experiments.store import Store, write_json
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    out: Path
+    page: Path | None = None
+    data_dir: Path | None = None
+    workers: int = 0
+    short: bool = False
+
+    @property
+    def results(self) -> Path:
+        """Where results are written to and tables are drawn from."""
+        return self.out / "results"
+
+    def specs(self, what: str) -> tuple[Spec, ...]:
+        """The tasks that are meant."""
+        problem = "logreg" if what == "nuts" else what
+        return tuple(spec for spec in (SHORT if self.short else FULL) if problem in ("all", spec.problem))
+
+
+def run(what: str, request: Request, console: Console) -> Path:
+    """Run what was asked for, and draw the tables of all results that are there."""
+    if request.workers < 0:
+        raise UsageError(f"Invalid --workers {request.workers}: must be at least 0. 0 is one process per core.")
+    if request.page is not None and not request.page.is_file():
+        raise UsageError(f"There is no page {request.page}: leave out --page, and OUT/tables.md is written.")
+    if what != "table":
+        _prepare(what, request)
+        pool = Pool(Store(request.out / "runs"), console, request.workers)
+        for spec in request.specs("nuts") if what in ("nuts", "all") else ():
+            if what == "nuts" or _should_sample(spec, request, console):
+                _sample(spec, request, pool)
+        if what == "nuts":
+            console.print(f"Results: {request.results}. `vprop compare logreg` holds the methods against them.")
+            return request.results
+        for spec in request.specs(what):
+            result = compare(spec, pool, request.data_dir, request.results)
+            write_json(request.results / f"{spec.name}.json", _command(what, request) | result, indent=1)
+    return draw(request, console)
+
+
+def draw(request: Request, console: Console) -> Path:
+    """The tables, from results on disk: nothing is trained."""
+    results = load_results(request.results)
+    if not results:
+        raise UsageError(
+            f"There are no results in {request.results}: run `vprop compare logreg --out {request.out}` first."
+        )
+    if request.page is None:
+        target, text = request.out / "tables.md", new_page(results)
+    else:
+        target = request.page
+        before = target.read_text(encoding="utf-8")
+        if not places(before):
+            raise UsageError(
+                f"{target} has no place for a table: mark one with `<!-- table: a1a -->` and `<!-- end -->`."
+            )
+        text = with_tables(before, results)
+    target.write_text(text, encoding="utf-8")
+    console.print(f"Tables: {target}", soft_wrap=True)
+    return target
+
+
+def _prepare(what: str, request: Request) -> None:
+    """Refuse what cannot work before anything is run."""
+    if what == "nuts":
+        nuts.require()
+    try:
+        (request.out / "runs").mkdir(parents=True, exist_ok=True)
+        (request.out / "runs" / ".writable").touch()
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write to {request.out}: {error.strerror}. Choose another folder with --out."
+        ) from error
+    try:
+        for spec in request.specs(what):
+            load_data(spec, request.data_dir)
+    except DataNotFound as error:
+        raise UsageError(f"{error} With --short no file is needed.") from error
+
+
+def _should_sample(spec: Spec, request: Request, console: Console) -> bool:
+    """Whether it was not done before and can be done here; `all` does without it otherwise."""
+    if nuts.load(request.results, spec, _fingerprint(spec, request)) is not None:
+        return False
+    if not nuts.installed():
+        note = f'Note: {spec.name} without NUTS, which needs NumPyro: pip install "vprop[nuts]".'
+        console.print(note, style="yellow", soft_wrap=True, markup=False)
+    return nuts.installed()
+
+
+def _fingerprint(spec: Spec, request: Request) -> str:
+    return fingerprint(load_data(spec, request.data_dir))
+
+
+def _sample(spec: Spec, request: Request, pool: Pool) -> None:
+    little = {"warmup": 50, "draws": 50} if request.short else {}
+    job = nuts.Sampling(spec, _fingerprint(spec, request), data_dir=request.data_dir, **little)
+    result = pool.run_all(f"{spec.name}: NUTS", [job], nuts.execute, key=lambda job: job.key)[job.key]
+    if not request.short:
+        nuts.check(result)
+    write_json(request.results / f"nuts-{spec.name}.json", _command("nuts", request) | result, indent=1)
+
+
+def _command(what: str, request: Request) -> dict[str, Any]:
+    return {"command": f"vprop compare {what}" + (" --short" if request.short else "")}

@@ -1,0 +1,55 @@
+"""A page whose tables stand between markers, so that every number in it comes from a file of results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from vprop.lab.comparison.table import table
+from vprop.lab.experiments.reproduce import UsageError
+
+_PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+NOT_RUN = "*Not run yet.*\n"
+
+
+def load_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results of all tasks in ``folder``, by name."""
+    results = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name.startswith("nuts-"):
+            continue
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            table(result)
+        except ValueError as error:
+            raise UsageError(f"{path} is no JSON file ({error}): run `vprop compare` for it again.") from error
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise UsageError(
+                f"{path} is no result of this version of `vprop compare` ({type(error).__name__}: {error}): run it "
+                "again."
+            ) from error
+        results[path.stem] = result
+    return results
+
+
+def with_tables(text: str, results: dict[str, dict[str, Any]]) -> str:
+    """``text`` with each table between `<!-- table: NAME -->` and `<!-- end -->` drawn anew."""
+
+    def draw(place: re.Match[str]) -> str:
+        result = results.get(place[2])
+        return place[1] + (NOT_RUN if result is None else table(result)) + place[3]
+
+    return _PLACE.sub(draw, text)
+
+
+def places(text: str) -> list[str]:
+    """The names of the tables that ``text`` has a place for."""
+    return [name for _, name, _ in _PLACE.findall(text)]
+
+
+def new_page(results: dict[str, dict[str, Any]]) -> str:
+    """A page of nothing but tables."""
+    return "\n".join(f"## {result['title']}\n\n{table(result)}" for result in results.values())

@@ -1,0 +1,187 @@
+"""What methods are compared on: a few small tasks, and the part of the training data that settings are chosen on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vprop import Objective
+from vprop.lab.data import DataError, Dataset, load
+from vprop.lab.experiments.problem import PROBLEMS
+from vprop.likelihood import Likelihood
+
+ProblemName = Literal["logreg", "mlp", "cnn"]
+Part = Literal["tuning", "final"]
+
+VALIDATION_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One table: which model on which data, and how much is spent on it. Decides the outcome of a run."""
+
+    name: str
+    """Of the file with its results, and of its place in the page."""
+    title: str
+    problem: ProblemName
+    data: str
+    batch: int
+    gradients: int
+    """Mini-batch gradients that every run may evaluate."""
+    seeds: int = 3
+    settings: int = 6
+    """How many settings every method tries."""
+    samples: int = 64
+    """Weight samples that a prediction is averaged over."""
+    rows: int | None = None
+    """How many training and test rows are used, the first ones; ``None`` for all."""
+    timing_rounds: int = 40
+
+
+FULL = (
+    Spec("a1a", "Logistic regression on a1a", "logreg", "a1a", batch=32, gradients=2000),
+    Spec("australian", "Logistic regression on Australian", "logreg", "australian", batch=32, gradients=1500),
+    Spec("mlp", "A small network on a1a", "mlp", "a1a", batch=32, gradients=2000),
+    Spec("cnn", "A small convolutional network on Fashion-MNIST", "cnn", "fashion_mnist", batch=128, gradients=780,
+         samples=32, rows=5000, timing_rounds=20),
+)  # fmt: skip
+
+_LITTLE = {"batch": 32, "gradients": 8, "seeds": 2, "settings": 2, "samples": 4, "timing_rounds": 2}
+SHORT = (
+    Spec("logreg-short", "Logistic regression on breast cancer data", "logreg", "breast_cancer", **_LITTLE),
+    Spec("mlp-short", "A small network on breast cancer data", "mlp", "breast_cancer", **_LITTLE),
+    Spec("cnn-short", "A small convolutional network on digits", "cnn", "digits", rows=200, **_LITTLE),
+)
+"""Data that ship with scikit-learn, a few steps: to see that everything runs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Data, model, loss and prior. ``test_x`` of the part for tuning are training rows that were held out."""
+
+    spec: Spec
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    model: Callable[[int, float], nn.Module]
+    """(seed, dropout) → a model with its initial weights."""
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    likelihood: Likelihood
+    prior_precision: float
+    hess_init: float
+    """The curvature per example that the Gaussians start with, so that all start with the same variance."""
+
+    @property
+    def num_data(self) -> int:
+        """N: the training rows in use."""
+        return len(self.train_x)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many weights the model has."""
+        return sum(p.numel() for p in self.model(0, 0.0).parameters())
+
+    def objective(self, model: nn.Module, rows: Tensor | slice = slice(None)) -> Objective:
+        """The mean loss on some rows of the training data, or on all of them."""
+        return Objective(model, self.loss_fn, self.train_x[rows], self.train_y[rows])
+
+
+@lru_cache(maxsize=4)
+def task(spec: Spec, part: Part, data_dir: Path | None) -> Task:
+    """The task on all of its training data, or with a part of them in place of the test data."""
+    data = load_data(spec, data_dir)
+    if part == "tuning":
+        data = validation_split(data)
+    return _image_task(spec, data) if spec.problem == "cnn" else _binary_task(spec, data)
+
+
+@lru_cache(maxsize=4)
+def load_data(spec: Spec, data_dir: Path | None) -> Dataset:
+    """The rows of the data set that the task uses."""
+    data = _digits() if spec.data == "digits" else load(spec.data, data_dir)
+    if spec.rows is None:
+        return data
+    # Copies, so that the rows that are not used are not kept in memory.
+    tensors = {name: getattr(data, name)[: spec.rows].clone() for name in ("train_x", "train_y", "test_x", "test_y")}
+    return dataclasses.replace(data, **tensors)
+
+
+def validation_split(data: Dataset) -> Dataset:
+    """The last part of the training rows as test data, the others as training data; the test data are left out.
+
+    What a setting is chosen by can then not depend on the test data: they are not there.
+    """
+    first = len(data.train_x) - round(VALIDATION_SHARE * len(data.train_x))
+    return Dataset(
+        data.name, data.train_x[:first], data.train_y[:first], data.train_x[first:], data.train_y[first:], data.source
+    )
+
+
+def _binary_task(spec: Spec, data: Dataset) -> Task:
+    """Models, priors and precision are those of the paper's experiments."""
+    problem = PROBLEMS[spec.problem](data)
+    return Task(
+        spec=spec,
+        train_x=problem.train_x,
+        train_y=problem.train_y,
+        test_x=problem.test_x,
+        test_y=problem.test_y,
+        model=problem.model,
+        loss_fn=F.binary_cross_entropy_with_logits,
+        likelihood="bernoulli",
+        prior_precision=problem.prior_precision,
+        hess_init=problem.hess_init,
+    )
+
+
+def _image_task(spec: Spec, data: Dataset) -> Task:
+    return Task(
+        spec=spec,
+        train_x=data.train_x[:, None],
+        train_y=data.train_y,
+        test_x=data.test_x[:, None],
+        test_y=data.test_y,
+        model=partial(convolutional_network, data.train_x.shape[-1]),
+        loss_fn=F.cross_entropy,
+        likelihood="categorical",
+        prior_precision=1.0,
+        hess_init=1.0,
+    )
+
+
+def convolutional_network(size: int, seed: int, dropout: float = 0.0) -> nn.Module:
+    """Two convolutions that halve the image, of 8 and 16 channels, and a linear layer; ``size`` is a multiple of 4.
+
+    Dropout, if any, in front of the linear layer.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 5, stride=2, padding=2),
+            nn.GELU(),
+            nn.Conv2d(8, 16, 5, stride=2, padding=2),
+            nn.GELU(),
+            nn.Flatten(),
+            *([nn.Dropout(dropout)] if dropout else []),
+            nn.Linear(16 * (size // 4) ** 2, 10),
+        )
+
+
+def _digits() -> Dataset:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError('The digits need scikit-learn: pip install "vprop[lab]".') from error
+    images, labels = (torch.as_tensor(array) for array in (load_digits().images, load_digits().target))
+    x, y = images.float() / 16, labels.long()
+    half = len(x) // 2
+    return Dataset("digits", x[:half], y[:half], x[half:], y[half:], source="scikit-learn")
