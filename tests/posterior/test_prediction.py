@@ -120,3 +120,18 @@ def test_noise_that_does_not_fit_the_outputs():
     prediction = Prediction(torch.zeros(4, 5, 2), "gaussian", torch.ones(3))
     with pytest.raises(ValueError, match=r"Invalid noise_variance of shape \(3,\): must be .* shape \(5, 2\)"):
         _ = prediction.aleatoric_variance
+
+
+def test_a_module_that_is_used_twice_keeps_its_parameters():
+    """torch's functional_call, left to itself, puts the sampled weights in the place of such a module's parameters."""
+    layer = torch.nn.Linear(3, 3)
+    model = torch.nn.Sequential(layer, torch.nn.Tanh(), layer)
+    weight, optimizer = layer.weight, Vprop(model.parameters(), num_data=10)
+    x, before = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), layer.weight.clone()
+    posterior = optimizer.posterior(model)
+    prediction = posterior.predict(x, num_samples=1, seed=5)
+    assert layer.weight is weight
+    assert torch.equal(weight, before)
+    sample = posterior._draw(5, 0)
+    hidden = (x @ sample["0.weight"].T + sample["0.bias"]).tanh()
+    torch.testing.assert_close(prediction.samples[0], hidden @ sample["0.weight"].T + sample["0.bias"])

@@ -26,7 +26,7 @@ def from_gradients(multiply: Multiply, *, centered: bool, antithetic: bool, samp
     return AntitheticSpread(multiply) if antithetic else SampleSpread(multiply)
 
 
-def by_name(name: str, *, antithetic: bool, chunk_size: int) -> CurvatureEstimator:
+def by_name(name: str, *, antithetic: bool, chunk_size: int | None) -> CurvatureEstimator:
     """The estimator of a diagonal with one of :data:`NAMES`; ``chunk_size`` bounds the memory of some."""
     if name == "price":
         return Price()

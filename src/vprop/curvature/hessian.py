@@ -30,9 +30,9 @@ class HessianDiagonal(ObservedAverage):
 
     signed = True
 
-    def __init__(self, chunk_size: int = 32) -> None:
+    def __init__(self, chunk_size: int | None = None) -> None:
         super().__init__()
-        self.chunk_size = chunk_size
+        self.chunk_size = 32 if chunk_size is None else chunk_size
 
     @torch.enable_grad()
     def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:
@@ -58,9 +58,9 @@ class Hessian(ObservedAverage):
 
     signed = True
 
-    def __init__(self, chunk_size: int = 32) -> None:
+    def __init__(self, chunk_size: int | None = None) -> None:
         super().__init__(torch.outer)
-        self.chunk_size = chunk_size
+        self.chunk_size = 32 if chunk_size is None else chunk_size
 
     @torch.enable_grad()
     def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:

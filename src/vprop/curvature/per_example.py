@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
 from vprop.curvature._base import ObservedAverage
+from vprop.curvature._single_examples import squared_gradients
 from vprop.noise import Draw
 from vprop.objective import Objective
+from vprop.precision import compute_dtype
+
+NUMBERS_AT_A_TIME = 1 << 25
+"""Gradients of a chunk of examples, unless somebody says how many examples: 128 MiB in float32."""
 
 
 class PerExampleGaussNewton(ObservedAverage):
@@ -20,36 +24,39 @@ class PerExampleGaussNewton(ObservedAverage):
     Unbiased, also with mini-batches, for E_q of the empirical Fisher diagonal of the data. Where the model is right
     (labels as if drawn from it) that is the Fisher, the Gauss–Newton diagonal; it is never negative.
 
-    ``chunk_size`` examples are differentiated at a time, so memory is bounded by that many gradients.
+    ``chunk_size`` examples are differentiated at a time, so memory is bounded by that many gradients and activations;
+    ``None`` takes as many as make 2²⁵ numbers of gradients, and at least 32. Linear layers, convolutions and
+    embeddings take about one more ordinary pass; what else a model does with a weight takes a copy of the weight for
+    each of these examples.
     """
 
-    def __init__(self, chunk_size: int = 32) -> None:
+    def __init__(self, chunk_size: int | None = None) -> None:
         super().__init__()
         self.chunk_size = chunk_size
 
+    @torch.enable_grad()
     def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:
         """Mean of squared per-example gradients at the weights in the model."""
         _refuse_batchnorm(objective.model)
-        weights = {name: p.detach() for name, p in parameters.items()}
+        weights = {name: p.detach() for name, p in objective.model.named_parameters()}
+        wanted = {name: weights.pop(name) for name in parameters}
 
-        def loss_of_one(weights: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+        def loss_of_one(copies: dict[str, Tensor], x: Any, y: Any) -> Tensor:
             x, y = tree_map(_as_batch_of_one, (x, y))
-            return objective.loss_at(weights, x, y)
+            return objective.loss_at(weights | copies, x, y)
 
-        in_dims = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, (objective.x, objective.y))
-        gradients = vmap(grad_and_value(loss_of_one), in_dims=(None, *in_dims), randomness="different")
-        totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        counted = 0
-        for first in range(0, objective.batch_size, self.chunk_size):
-            chunk = slice(first, first + self.chunk_size)
+        totals = {name: torch.zeros_like(p, dtype=compute_dtype(p)) for name, p in wanted.items()}
+        counted = torch.zeros((), dtype=torch.int64, device=next(iter(wanted.values())).device)
+        size = self.chunk_size or max(32, NUMBERS_AT_A_TIME // sum(p.numel() for p in wanted.values()))
+        for first in range(0, objective.batch_size, size):
+            chunk = slice(first, first + size)
             x, y = tree_map(lambda t, chunk=chunk: t[chunk] if isinstance(t, Tensor) else t, (objective.x, objective.y))
-            with torch.no_grad():  # parameters outside `weights` would tie all chunks into one graph
-                rows, losses = gradients(weights, x, y)
+            squares, losses = squared_gradients(loss_of_one, wanted, x, y)
+            for name, square in squares.items():
+                totals[name] += square
             # The loss of an example whose label is ignored is 0/0: it is not part of the mean.
-            counted += int((~losses.isnan()).sum())
-            for name, values in rows.items():
-                totals[name] += values.square().sum(0)
-        return [total / max(1, counted) for total in totals.values()]
+            counted += (~losses.isnan()).sum()
+        return [total / counted.clamp_min(1) for total in totals.values()]
 
 
 def _as_batch_of_one(leaf: Any) -> Any:

@@ -85,7 +85,9 @@ def check_group(group: dict[str, Any], matrix_prior: bool = False) -> None:
         _matrix_prior(group)
     _prior(group, matrix_prior)
     for name in ("chunk_size", "max_parameters"):
-        if name in group and (not is_number(group[name], whole=True) or group[name] < 1):
+        if name not in group or (name == "chunk_size" and group[name] is None):
+            continue
+        if not is_number(group[name], whole=True) or group[name] < 1:
             raise invalid(name, group[name], "an integer >= 1", "Leave it out for the default.")
     _hess_init(group)
 

@@ -359,7 +359,7 @@ def _steps(states: list[dict[str, Tensor]]) -> Tensor:
     return gather([count.expand_as(state["hess"]) for count, state in zip(counts, states, strict=True)])
 
 
-KEPT_ELEMENTS = 1 << 16
+KEPT_ELEMENTS = 1 << 20
 """A sample of at most this many weights on a CPU is kept until it is taken out of them."""
 
 

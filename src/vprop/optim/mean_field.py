@@ -40,7 +40,7 @@ class MeanField(DiagonalOptimizer):
         riemannian: keep the precision positive as IVON does, by a further term in the average, and not by keeping
             h ≥ 0. For estimators that can be negative ("price", "hutchinson", "hessian"), whose noise a clamp
             would bias upwards where the curvature is small.
-        chunk_size: of the estimators that work in chunks.
+        chunk_size: of the estimators that work in chunks; ``None`` for their defaults.
         centered: not here; ``curvature="centered"`` says it.
 
     A checkpoint holds the name of ``curvature`` only: an optimizer that loads it keeps the estimator it was built with.
@@ -81,7 +81,7 @@ class MeanField(DiagonalOptimizer):
         capturable: bool = False,
         curvature: str | CurvatureEstimator,
         riemannian: bool = False,
-        chunk_size: int = 32,
+        chunk_size: int | None = None,
     ) -> None:
         defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
         super().__init__(params, defaults)

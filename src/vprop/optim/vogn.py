@@ -25,7 +25,8 @@ class VOGN(DiagonalOptimizer):
     model ``torch.func`` can differentiate example by example: no BatchNorm in training mode.
 
     Args:
-        chunk_size: examples differentiated at a time; bounds the memory to that many gradients.
+        chunk_size: examples differentiated at a time; bounds the memory to that many gradients. ``None``: as many as
+            make 2²⁵ numbers (128 MiB), and at least 32.
         centered: not for VOGN, whose curvature has nothing to centre.
 
     >>> import vprop
@@ -61,7 +62,7 @@ class VOGN(DiagonalOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
-        chunk_size: int = 32,
+        chunk_size: int | None = None,
     ) -> None:
         defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
         super().__init__(params, defaults)

@@ -86,7 +86,7 @@ _NATURAL_GRID = _grid((0.02, 0.1, 0.5), (0.98, 0.995))
 _IVON_GRID = _grid((0.02, 0.1, 0.5), (0.999, 0.99999))
 _PAIR = {"mc_samples": 2, "antithetic": True}
 _CHUNK = 128
-"""Examples or rows at a time: a whole mini-batch."""
+"""Rows of the Hessian at a time: all of them."""
 
 METHODS = (
     Method("adam", "Adam (point estimate)", _adam, _ADAM_GRID, kind="point", effort=0.5),
@@ -98,7 +98,7 @@ METHODS = (
            _NATURAL_GRID, gradients=2),
     Method("vprop-fisher", "Vprop-1, sampled Fisher", _variational(Vprop, sampled_fisher=True), _NATURAL_GRID,
            effort=1.6),
-    Method("vogn", "VOGN", _variational(VOGN, chunk_size=_CHUNK), _NATURAL_GRID, effort=2.2),
+    Method("vogn", "VOGN", _variational(VOGN), _NATURAL_GRID, effort=2.2),
     # Its average of squares starts at zero and is debiased, as published: a first curvature would be scaled up.
     Method("vadam", "Vadam", _variational(Vadam, hess_init=0.0), _ADAM_GRID),
     Method("ivon", "IVON", _variational(IVON), _IVON_GRID),

@@ -1,0 +1,110 @@
+"""Squared gradients of single examples, for any model that ``vmap`` can run on batches of one.
+
+The model runs once for many examples, each alone under ``vmap`` and with a copy of every weight of its own (a view
+that takes no memory): what autograd finds for the copies are the examples' gradients, whatever the model does. Where a
+copy enters a known layer, though, the shared weight takes its place, so that the layer sees an ordinary batch, and the
+gradients come from the layer's inputs and the slopes in its outputs. No model has to be recognised for that: a weight
+that is used in other ways as well takes the general way for those, and the parts of its gradient add up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vprop.curvature._layer_calls import LayerCall, Recorder
+from vprop.precision import compute_dtype
+
+LossOfOne = Callable[[dict[str, Tensor], Any, Any], Tensor]
+"""The loss of one example, as a function of weights, input and label."""
+
+Squares = tuple[dict[str, Tensor], Tensor]
+"""The sums over examples of their squared gradients, by parameter name, and the examples' losses."""
+
+
+def squared_gradients(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: Any) -> Squares:
+    """Squared gradients in ``weights``, summed over the examples in the tensors of ``x`` and ``y``.
+
+    Some models cannot have a weight per example (``spectral_norm`` in training mode writes what it makes of the weight
+    into a buffer) or cannot be had by their layers: those, and all that goes wrong, are left to ``torch.func``.
+    """
+    with suppress(RuntimeError):
+        return _by_layers(loss_of_one, weights, x, y)
+    return _by_transforms(loss_of_one, weights, x, y)
+
+
+def _by_transforms(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: Any) -> Squares:
+    in_dims = (None, *_dims_of_examples(x, y))
+    with torch.no_grad():  # what else requires a gradient needs no graph
+        rows, losses = vmap(grad_and_value(loss_of_one), in_dims=in_dims, randomness="different")(weights, x, y)
+        return {name: values.to(compute_dtype(values)).square().sum(0) for name, values in rows.items()}, losses
+
+
+@torch.compiler.disable  # the compiler cannot follow a mode that asks which tensors vmap has wrapped
+def _by_layers(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: Any) -> Squares:
+    examples = next(len(leaf) for leaf in tree_leaves((x, y)) if isinstance(leaf, Tensor))
+    copies = {name: weight.expand(examples, *weight.shape).requires_grad_() for name, weight in weights.items()}
+    zeros = torch.zeros(examples, device=next(iter(weights.values())).device, requires_grad=True)
+    calls: list[LayerCall] = []
+
+    def run(copies: dict[str, Tensor], x: Any, y: Any, zero: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        with Recorder(copies, weights, zero, calls):
+            loss = loss_of_one(copies, x, y)
+        return loss, [call.inputs for call in calls], [call.outputs for call in calls]
+
+    in_dims = (0, *_dims_of_examples(x, y), 0)
+    losses, inputs, outputs = vmap(run, in_dims=in_dims, randomness="different")(copies, x, y, zeros)
+    # What vmap returns are the tensors of all examples at once.
+    calls = [
+        LayerCall(call.layer, call.weight, call.bias, a.detach(), z)
+        for call, a, z in zip(calls, inputs, outputs, strict=True)
+        if z.requires_grad  # not in a no_grad() of the model's
+    ]
+    return _squares(losses, calls, copies), losses.detach()
+
+
+def _squares(losses: Tensor, calls: list[LayerCall], copies: dict[str, Tensor]) -> dict[str, Tensor]:
+    places = [call.outputs for call in calls] + list(copies.values())
+    slopes: tuple[Tensor | None, ...] = (None,) * len(places)
+    if losses.requires_grad:
+        slopes = torch.autograd.grad(losses.sum(), places, allow_unused=True)
+    calls_with = defaultdict(list)
+    for call, slope in zip(calls, slopes[: len(calls)], strict=True):
+        for name in {call.weight, call.bias} - {None}:
+            if slope is not None:
+                calls_with[name].append((call, slope))
+    with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+        return {
+            name: _square(name, copy, rows, calls_with[name])
+            for (name, copy), rows in zip(copies.items(), slopes[len(calls) :], strict=True)
+        }
+
+
+def _square(name: str, copy: Tensor, rows: Tensor | None, calls: list[tuple[LayerCall, Tensor]]) -> Tensor:
+    """The sum over examples of the square of a gradient whose parts are ``rows`` and those from layers."""
+    dtype = compute_dtype(copy)
+    if rows is None and len(calls) == 1 and calls[0][0].bias != name:
+        call, slope = calls[0]
+        return call.layer.weight_squares(_in_dtype(call.inputs, dtype), slope.to(dtype))
+    parts = [] if rows is None else [rows.to(dtype)]
+    for call, slope in calls:
+        if call.weight == name:
+            parts.append(call.layer.weight_rows(_in_dtype(call.inputs, dtype), slope.to(dtype)))
+        if call.bias == name:
+            parts.append(call.layer.bias_rows(slope.to(dtype)))
+    return sum(parts[1:], parts[0]).square().sum(0) if parts else torch.zeros_like(copy[0], dtype=dtype)
+
+
+def _in_dtype(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    return inputs.to(dtype) if inputs.is_floating_point() else inputs
+
+
+def _dims_of_examples(x: Any, y: Any) -> Any:
+    return tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, (x, y))
