@@ -177,7 +177,11 @@ TABLE = [
             ({"curvature": "centered"}, r"Invalid mc_samples=1: must be >= 2 for MeanField, whose curvature is Sample"),
             (
                 {"curvature": AntitheticSpread(), "mc_samples": 2},
-                r"Invalid antithetic=False: must be True, with an even mc_samples, for AntitheticSpread",
+                r"Invalid antithetic=False: must be True for AntitheticSpread",
+            ),
+            (
+                {"curvature": "centered", "mc_samples": 3, "antithetic": True},
+                r"Invalid mc_samples=3: must be even for AntitheticSpread\. .*mc_samples=4",
             ),
             ({"curvature": "price", "mc_samples": 0}, r"Invalid mc_samples=0: must be >= 1 for MeanField"),
             ({"riemannian": 1}, r"Invalid riemannian=1: must be True or False"),

@@ -5,7 +5,7 @@ from vprop._version import __version__
 from vprop.likelihood import GaussianLikelihood, HeteroscedasticGaussianLikelihood
 from vprop.objective import Objective
 from vprop.optim import CVI, IVON, VOGN, VON, VONG, AutoPrior, MeanField, Vadam, VariationalOptimizer, Vprop, lr_find
-from vprop.posterior import Posterior, Prediction, load_posterior, merge
+from vprop.posterior import GaussianPrior, Posterior, Prediction, load_posterior, merge
 
 __all__ = [
     "CVI",
@@ -15,6 +15,7 @@ __all__ = [
     "VONG",
     "AutoPrior",
     "GaussianLikelihood",
+    "GaussianPrior",
     "HeteroscedasticGaussianLikelihood",
     "MeanField",
     "Objective",

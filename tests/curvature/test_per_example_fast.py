@@ -456,3 +456,28 @@ def test_a_step_of_vogn_takes_these_squares():
     optimizer = VOGN(objective.model.parameters(), num_data=50, mc_samples=0, betas=(0.0, 0.0), chunk_size=4)
     optimizer.step(objective)
     assert_equal([optimizer.state[p]["hess"] for p in objective.model.parameters()], expected)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
+def test_recurrent_layers_one_by_one(kind):
+    """torch.func cannot run them on a CPU (LSTM in float64); the squares are still those of single examples."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = kind(4, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(self.layer(x)[0][:, -1])
+
+    model = Recurrent().double()
+    x, y = torch.randn(6, 7, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(6) % 3
+    found = PerExampleGaussNewton(4).observe(
+        Objective(model, F.cross_entropy, x, y), dict(model.named_parameters()), None
+    )
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    for i in range(6):
+        Objective(model, F.cross_entropy, x[i : i + 1], y[i : i + 1])()
+        for total, p in zip(expected, model.parameters(), strict=True):
+            total += p.grad.square() / 6
+    torch.testing.assert_close(found, expected)

@@ -180,3 +180,22 @@ def test_the_global_random_state_is_not_touched(constructor):
     before = torch.get_rng_state()
     optimizer.step(Objective(model, F.cross_entropy, *make_batch()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_log_likelihood_to_maximize():
+    """The same run from the loss to minimize and from its negative to maximize."""
+    runs = []
+    for maximize in (False, True):
+        model = nn.Linear(3, 2)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(6.0).view(2, 3) / 6)
+            model.bias.zero_()
+        optimizer = Vprop(model.parameters(), num_data=40, sampled_fisher=True, maximize=maximize)
+        x, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+        sign = -1 if maximize else 1
+        for _ in range(3):
+            loss_fn = lambda f, y, sign=sign: sign * F.cross_entropy(f, y)  # noqa: E731
+            optimizer.step(Objective(model, loss_fn, x, y, likelihood="categorical"))
+        runs.append((model.weight.detach(), optimizer.state[model.weight]["hess"]))
+    for first, second in zip(*runs, strict=True):
+        torch.testing.assert_close(first, second)

@@ -244,3 +244,52 @@ def test_bad_requests(prior, message):
 def test_a_captured_graph_cannot_change_it():
     with pytest.raises(ValueError, match=r"Invalid prior_precision='auto': must be a number with capturable=True"):
         Vprop([nn.Parameter(torch.zeros(2))], num_data=10, prior_precision="auto", capturable=True)
+
+
+def test_shared_is_one_number_whatever_the_groups_started_from():
+    first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    groups = [
+        {"params": [first], "prior_precision": AutoPrior(shared=True, start=10.0)},
+        {"params": [second], "prior_precision": AutoPrior(shared=True, start=1.0)},
+    ]
+    optimizer = Vprop(groups, num_data=10)
+
+    def closure():
+        optimizer.zero_grad()
+        (first.square() + second.square()).sum().backward()
+
+    for _ in range(30):
+        optimizer.step(closure)
+    values = [group["prior_precision"] for group in optimizer.param_groups]
+    assert values[0] == values[1] not in (1.0, 10.0)
+
+
+def test_a_group_that_sits_out_keeps_its_precision():
+    first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    optimizer = Vprop([{"params": [first]}, {"params": [second]}], num_data=10, prior_precision=AutoPrior(warmup=0))
+
+    def closure(taking_part):
+        optimizer.zero_grad()
+        sum(p.square().sum() for p in taking_part).backward()
+
+    for _ in range(10):
+        optimizer.step(lambda: closure([first, second]))
+    values = [group["prior_precision"] for group in optimizer.param_groups]
+    for _ in range(7):
+        optimizer.step(lambda: closure([first]))
+    assert optimizer.param_groups[1]["prior_precision"] == values[1] != 1.0
+    assert optimizer.param_groups[0]["prior_precision"] != values[0]
+
+
+def test_auto_may_be_asked_for_later():
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = Vprop([weight], num_data=10)
+    optimizer.param_groups[0]["prior_precision"] = AutoPrior(warmup=0, every=1)
+
+    def closure():
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert optimizer.param_groups[0]["prior_precision"] != 1.0

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.harness import make_batch, make_model, train
 from tests.table import cases
-from vprop import CVI, IVON, AutoPrior, Objective, Vprop
+from vprop import CVI, IVON, VON, VONG, AutoPrior, Objective, Vprop
 
 
 def symptoms(optimizer):
@@ -123,3 +123,20 @@ def test_not_inside_a_sample():
     optimizer = Vprop([weight], num_data=10)
     with optimizer.sampled_params(), pytest.raises(RuntimeError, match=r"diagnose\(\) inside an active sample"):
         optimizer.diagnose()
+
+
+def test_a_curvature_of_zero_is_not_the_start():
+    """A loss that curves downwards: h is kept at zero, long after the start is forgotten."""
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = CVI(model.parameters(), num_data=100, betas=(0.0, 0.9), lr=1e-5)
+    for _ in range(300):
+        optimizer.step(Objective(model, lambda f, y: -f.square().mean(), torch.ones(4, 3), torch.ones(4)))
+    assert "curvature at hess_init" not in symptoms(optimizer)
+
+
+@pytest.mark.parametrize("constructor", [VON, VONG])
+def test_the_full_structure_counts_clipped_steps(constructor):
+    model = make_model()
+    optimizer = constructor(model.parameters(), num_data=100, clip_radius=1e-6)
+    optimizer.step(Objective(model, F.cross_entropy, *make_batch()))
+    assert "steps clipped" in symptoms(optimizer)

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.harness import everything, make_batch, make_model, train
 from tests.table import cases
-from vprop import Vprop, lr_find
+from vprop import GaussianLikelihood, Vprop, lr_find
 
 BATCHES = [make_batch(size=16, seed=seed) for seed in range(6)]
 
@@ -76,7 +76,7 @@ def test_the_edge_is_pointed_out():
     model = make_model()
     optimizer = Vprop(model.parameters(), num_data=100)
     text = str(lr_find(optimizer, model, F.cross_entropy, BATCHES, steps=10, lrs=[1e-6, 1e-5]))
-    assert "The best is the last one tried: try values beyond it" in text
+    assert "It is the largest that was tried: try values beyond it" in text
 
 
 def test_it_is_put_back_after_an_error():
@@ -122,3 +122,36 @@ def test_lr_zero_has_nothing_to_multiply():
     optimizer = Vprop(make_model().parameters(), lr=0.0, num_data=100)
     with pytest.raises(ValueError, match=r"Invalid lr=0\.0: must be > 0 for lr_find"):
         lr_find(optimizer, make_model(), F.cross_entropy, BATCHES)
+
+
+class Counting(nn.Module):
+    """A buffer that no state_dict has, and a parameter that the optimizer does not hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.scale * self.layer(x)
+
+
+def test_it_leaves_no_trace_beyond_the_optimizer():
+    model, likelihood = Counting(), GaussianLikelihood()
+    model.scale.grad = torch.tensor(7.0)
+    optimizer = Vprop(model.layer.parameters(), num_data=100)
+    batches = [(x, F.one_hot(y, 3).float()) for x, y in BATCHES]
+    lr_find(optimizer, model, likelihood, batches, steps=10, lrs=[0.01])
+    assert likelihood.log_noise_variance.grad is None
+    assert float(model.scale.grad) == 7.0
+    assert float(model.calls) == 0.0
+
+
+@pytest.mark.parametrize("batch", [(torch.ones(2, 4), torch.zeros(2), torch.zeros(2)), torch.ones(2, 4)])
+def test_batches_that_are_no_pairs(batch):
+    optimizer = Vprop((model := make_model()).parameters(), num_data=100)
+    with pytest.raises(
+        TypeError, match=r"must be a pair \(x, y\) .* but it is a (tuple of 3|Tensor)\. .*dict of keyword"
+    ):
+        lr_find(optimizer, model, F.cross_entropy, [batch])

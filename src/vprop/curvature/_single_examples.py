@@ -33,11 +33,28 @@ def squared_gradients(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any
     """Squared gradients in ``weights``, summed over the examples in the tensors of ``x`` and ``y``.
 
     Some models cannot have a weight per example (``spectral_norm`` in training mode writes what it makes of the weight
-    into a buffer) or cannot be had by their layers: those, and all that goes wrong, are left to ``torch.func``.
+    into a buffer) or cannot be had by their layers: those, and all that goes wrong, are left to ``torch.func``; and
+    what that cannot run either (recurrent layers on a CPU) is differentiated one example after the other.
     """
-    with suppress(RuntimeError):
-        return _by_layers(loss_of_one, weights, x, y)
-    return _by_transforms(loss_of_one, weights, x, y)
+    for way in (_by_layers, _by_transforms):
+        with suppress(RuntimeError):
+            return way(loss_of_one, weights, x, y)
+    return _one_by_one(loss_of_one, weights, x, y)
+
+
+def _one_by_one(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: Any) -> Squares:
+    examples = next(len(leaf) for leaf in tree_leaves((x, y)) if isinstance(leaf, Tensor))
+    copies = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    squares = {name: torch.zeros_like(p, dtype=compute_dtype(p)) for name, p in weights.items()}
+    losses = []
+    for i in range(examples):
+        own_x, own_y = tree_map(lambda leaf, i=i: leaf[i] if isinstance(leaf, Tensor) else leaf, (x, y))
+        loss = loss_of_one(copies, own_x, own_y)
+        grads = torch.autograd.grad(loss, list(copies.values()), materialize_grads=True)
+        for square, grad in zip(squares.values(), grads, strict=True):
+            square += grad.to(square.dtype).square()
+        losses.append(loss.detach())
+    return squares, torch.stack(losses)
 
 
 def _by_transforms(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: Any) -> Squares:

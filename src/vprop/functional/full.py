@@ -79,6 +79,8 @@ class Step(NamedTuple):
     mean: Tensor
     curvature: Factored
     momentum: Tensor | None
+    clipped: Tensor
+    """Which elements of the step were at the clip radius."""
 
 
 def natural_gradient_step(
@@ -113,4 +115,4 @@ def natural_gradient_step(
     new_mean = mean - lr * torch.minimum(torch.maximum(direction, -radius), radius)
     if not bool(torch.isfinite(new_mean).all()):
         return None
-    return Step(new_mean, curvature, new_momentum)
+    return Step(new_mean, curvature, new_momentum, direction.abs() > radius)

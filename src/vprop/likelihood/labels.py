@@ -67,7 +67,7 @@ def labels_in_the_mean(
         score = torch.cat([error * precision, 0.5 - 0.5 * error.square() * precision], dim=-1)
     else:
         score = (outputs - labels.reshape(outputs.shape)).double() / noise_variance
-    return float(score.square().sum() / (score * slope).sum().clamp_min(1e-300))
+    return float(score.square().sum() / (score * slope).sum().abs().clamp_min(1e-300))
 
 
 def _normal(like: Tensor, draw: noise.Draw) -> Tensor:

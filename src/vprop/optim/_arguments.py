@@ -148,11 +148,13 @@ def check_estimator(estimator: CurvatureEstimator, group: dict[str, Any], optimi
             f">= {estimator.least_samples} for {optimizer}, whose curvature is {name}",
             f"Try mc_samples={estimator.least_samples}.",
         )
-    if estimator.in_pairs and (not group["antithetic"] or count % 2):
+    if estimator.in_pairs and group["antithetic"] and count % 2:
+        raise invalid("mc_samples", count, f"even for {name}", f"It takes pairs of samples: mc_samples={count + 1}.")
+    if estimator.in_pairs and not group["antithetic"]:
         raise invalid(
             "antithetic",
             group["antithetic"],
-            f"True, with an even mc_samples, for {name}",
+            f"True for {name}",
             "It takes the difference of two gradients; SampleSpread is for independent samples.",
         )
 
@@ -183,7 +185,9 @@ def _prior(group: dict[str, Any], matrix_prior: bool) -> None:
     elif isinstance(precision, Tensor):
         if not matrix_prior:
             shape = f"a tensor of shape {tuple(precision.shape)}"
-            raise invalid("prior_precision", shape, "a finite number >= 0 or a list of tensors", remedy)
+            hint = "A precision matrix is for VON and VONG; a diagonal optimizer takes the variances only: "
+            hint += "[1 / v for v in posterior.variance.values()]."
+            raise invalid("prior_precision", shape, "a finite number >= 0 or a list of tensors", hint)
     elif not is_number(precision) or not 0 <= precision < math.inf:
         raise invalid("prior_precision", precision, "a finite number >= 0 or a list of tensors", remedy)
     if group["prior_mean"] is not None:

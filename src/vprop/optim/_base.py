@@ -91,6 +91,10 @@ class VariationalOptimizer(SamplingOptimizer):
             self.param_groups.pop()
             raise
 
+    def _check_samples(self, group: dict[str, Any]) -> None:
+        take_auto(group)  # "auto" may also be set on a group later
+        super()._check_samples(group)
+
     def _check_centering(self, group: dict[str, Any]) -> None:
         if group["centered"] and not self._can_center:
             raise invalid(

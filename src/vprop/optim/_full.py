@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -234,6 +235,10 @@ class FullOptimizer(VariationalOptimizer):
             self._count_unusable(torch.tensor(size))
             return
         self._write_back(members, new)
+        self._ledger.clipped = {}
+        for member, piece in zip(members, _pieces(new.clipped, members), strict=True):
+            if not math.isinf(member.group["clip_radius"]):
+                self._ledger.clipped.setdefault(member.group_number, []).append((piece.sum(), piece.numel()))
         matrix.write_(new.curvature.hess, decay=betas[1])
         self._ledger.factor = KeptFactor.of(matrix, damping, new.curvature.factor)
 

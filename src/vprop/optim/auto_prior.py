@@ -87,6 +87,7 @@ def take_auto(group: dict[str, Any]) -> None:
         "damping": float(wanted.damping),
         "every": int(wanted.every),
         "warmup": int(wanted.warmup),
+        "changed_at": 0,
     }
 
 
@@ -95,7 +96,10 @@ def due_for_change(groups: list[dict[str, Any]], steps: list[int]) -> list[int]:
     due = []
     for number, (group, step) in enumerate(zip(groups, steps, strict=True)):
         settings = group.get("auto_prior")
-        if settings is not None and step > settings["warmup"] and step % settings["every"] == 0:
+        if settings is None or step <= settings["warmup"] or step % settings["every"] != 0:
+            continue
+        if step != settings["changed_at"]:  # a group that sits a step out has not come to its next one
+            settings["changed_at"] = step
             due.append(number)
     return due
 
@@ -110,10 +114,14 @@ def update_auto_priors(groups: list[dict[str, Any]], due: list[int], marginals: 
             counts[number] += marginal.mean.numel()
             moments[number] += float((distance + marginal.variance).sum(dtype=torch.float64))
     sharing = [number for number, group in enumerate(groups) if (group.get("auto_prior") or {}).get("shared")]
-    for number in due:
-        group, pool = groups[number], sharing if number in sharing else [number]
+    pools = [[number] for number in due if number not in sharing]
+    pools += [sharing] if any(number in sharing for number in due) else []
+    for pool in pools:
         best = best_precision(sum(counts[i] for i in pool), sum(moments[i] for i in pool))
-        group["prior_precision"] = damped(group["prior_precision"], best, group["auto_prior"]["damping"])
+        old = math.exp(sum(math.log(groups[i]["prior_precision"]) for i in pool) / len(pool))
+        new = damped(old, best, groups[pool[0]]["auto_prior"]["damping"])
+        for i in pool:
+            groups[i]["prior_precision"] = new
 
 
 def best_precision(count: float, second_moment: float) -> float | None:

@@ -126,7 +126,9 @@ def _curvature_at_start(group: _Group) -> Iterator[Finding]:
     left = start * beta2**group.steps
     if left == 0 or any(marginal.hess is None for marginal in group.marginals):
         return
-    share = group.share(lambda m: left >= MOST * m.hess)  # type: ignore[operator]
+    ess = group.settings["num_data"] / group.settings["temperature"]
+    # Of the precision h+δ; where h is zero there is nothing left of any start.
+    share = group.share(lambda m: (m.hess > 0) & (left >= MOST * (m.hess + _prior_precision(m) / ess)))  # type: ignore
     if share > MOST:
         shorter = max(0.0, 1 - 10 / max(10, group.steps))
         yield group.finding(

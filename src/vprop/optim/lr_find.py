@@ -21,7 +21,7 @@ from vprop.optim._base import VariationalOptimizer
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Times the optimizer's own lr: what is tried if nobody says."""
 AS_GOOD = 0.98
-"""The suggestion is the smallest lr with which the loss fell by this share of what it fell with the best."""
+"""The suggestion is the smallest lr that gained, over the slowest, this share of what the best one gained."""
 JUDGED = 0.2
 """The share of a trial, its end, whose mean loss is compared."""
 HOPELESS = 10.0
@@ -40,9 +40,13 @@ class LrTrials:
     def __str__(self) -> str:
         tried = ", ".join(f"{lr:.2g}: {loss:.3g}" for lr, loss in zip(self.lrs, self.losses, strict=True))
         best = self.lrs[min(range(len(self.losses)), key=self.losses.__getitem__)]
-        edge = self.suggestion == min(self.lrs) or self.suggestion == best == max(self.lrs)
+        end = None
+        if len(self.lrs) > 1 and self.suggestion == min(self.lrs):
+            end = "smallest"
+        elif len(self.lrs) > 1 and self.suggestion == best == max(self.lrs):
+            end = "largest"
         return f"lr={self.suggestion:.2g} (loss at the end of each trial: {tried})" + (
-            ". The best is the last one tried: try values beyond it (lrs=...)" if edge and len(self.lrs) > 1 else ""
+            f". It is the {end} that was tried: try values beyond it (lrs=...)" if end is not None else ""
         )
 
 
@@ -81,7 +85,7 @@ def lr_find(
         raise invalid("lr", own[0], "> 0 for lr_find", "Build the optimizer with its default lr.")
     tried = [own[0] * factor for factor in FACTORS] if lrs is None else _checked(lrs)
     losses: list[list[float]] = []
-    with _as_it_was(optimizer, model) as start_over:
+    with _as_it_was(optimizer, model, loss_fn) as start_over:
         batches = list(islice(_endless(loader), steps))
         for lr in tried:
             start_over()
@@ -93,7 +97,9 @@ def lr_find(
             f"lr_find: the training diverged with every lr tried ({', '.join(f'{lr:.2g}' for lr in tried)}). Try "
             "smaller ones (lrs=[...]); if the loss is not finite from the start, look at the model and its data first."
         )
-    good_enough = best + (1 - AS_GOOD) * max(0.0, losses[0][0] - best)
+    # What smaller steps than the best one did worse is the way there was to go; larger ones may have diverged.
+    slow = max(end for lr, end in zip(tried, ends, strict=True) if lr <= tried[ends.index(best)])
+    good_enough = best + (1 - AS_GOOD) * (slow - best)
     return LrTrials(tried, ends, min(lr for lr, end in zip(tried, ends, strict=True) if end <= good_enough))
 
 
@@ -102,7 +108,15 @@ def _trial(
 ) -> list[float]:
     """The losses of a short training, infinity at the end of one that diverged."""
     losses: list[float] = []
-    for i, (x, y) in enumerate(batches):
+    for i, batch in enumerate(batches):
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise TypeError(
+                "lr_find: a batch of the loader must be a pair (x, y) with loss_fn(model(x), y) its loss, but it is a "
+                f"{type(batch).__name__}"
+                + (f" of {len(batch)}. " if isinstance(batch, tuple | list) else ". ")
+                + "Several inputs go into one x: a tuple of positional or a dict of keyword arguments."
+            )
+        x, y = batch
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             _set_lr(group, rate * 0.5 * (1 + math.cos(math.pi * i / len(batches))))
         losses.append(float(optimizer.step(Objective(model, loss_fn, x, y))))
@@ -119,16 +133,23 @@ def _end(losses: list[float]) -> float:
 
 
 @contextmanager
-def _as_it_was(optimizer: VariationalOptimizer, model: nn.Module) -> Iterator[Callable[[], None]]:
+def _as_it_was(
+    optimizer: VariationalOptimizer, model: nn.Module, loss_fn: LossFunction
+) -> Iterator[Callable[[], None]]:
     """Gives a function that puts model and optimizer back to the start; at the end everything is as it was."""
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     rates = [(group["lr"], float(group["lr"])) for group in optimizer.param_groups]
-    grads = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    learned = [*model.parameters(), *(loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ())]
+    grads = [(p, None if p.grad is None else p.grad.clone()) for p in learned]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # a state_dict has not all of them
     modes = [(module, module.training) for module in model.modules()]
     seed = torch.random.get_rng_state()
 
     def put_back() -> None:
         model.load_state_dict(weights)
+        with torch.no_grad():
+            for buffer, old in buffers:
+                buffer.copy_(old)
         optimizer.load_state_dict(copy.deepcopy(state))
         for group, (rate, value) in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # the very tensor, if it is one: somebody may hold it

@@ -46,6 +46,10 @@ def run(what: str, request: Request, console: Console) -> Path:
         raise UsageError(f"Invalid --workers {request.workers}: must be at least 0. 0 is one process per core.")
     if request.page is not None and not request.page.is_file():
         raise UsageError(f"There is no page {request.page}: leave out --page, and OUT/tables.md is written.")
+    if request.page is not None and not places(request.page.read_text(encoding="utf-8")):
+        raise UsageError(
+            f"{request.page} has no place for a table: mark one with `<!-- table: a1a -->` and `<!-- end -->`."
+        )
     if what != "table":
         _prepare(what, request)
         pool = Pool(Store(request.out / "runs"), console, request.workers)
@@ -72,12 +76,7 @@ def draw(request: Request, console: Console) -> Path:
         target, text = request.out / "tables.md", new_page(results)
     else:
         target = request.page
-        before = target.read_text(encoding="utf-8")
-        if not places(before):
-            raise UsageError(
-                f"{target} has no place for a table: mark one with `<!-- table: a1a -->` and `<!-- end -->`."
-            )
-        text = with_tables(before, results)
+        text = with_tables(target.read_text(encoding="utf-8"), results)
     target.write_text(text, encoding="utf-8")
     console.print(f"Tables: {target}", soft_wrap=True)
     return target
