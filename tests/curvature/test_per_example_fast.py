@@ -472,9 +472,8 @@ def test_recurrent_layers_one_by_one(kind):
 
     model = Recurrent().double()
     x, y = torch.randn(6, 7, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(6) % 3
-    found = PerExampleGaussNewton(4).observe(
-        Objective(model, F.cross_entropy, x, y), dict(model.named_parameters()), None
-    )
+    objective = Objective(model, F.cross_entropy, x, y)
+    found = PerExampleGaussNewton(4).observe(objective, dict(model.named_parameters()), None)
     expected = [torch.zeros_like(p) for p in model.parameters()]
     for i in range(6):
         Objective(model, F.cross_entropy, x[i : i + 1], y[i : i + 1])()

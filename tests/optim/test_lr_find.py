@@ -152,6 +152,6 @@ def test_it_leaves_no_trace_beyond_the_optimizer():
 def test_batches_that_are_no_pairs(batch):
     optimizer = Vprop((model := make_model()).parameters(), num_data=100)
     with pytest.raises(
-        TypeError, match=r"must be a pair \(x, y\) .* but it is a (tuple of 3|Tensor)\. .*dict of keyword"
+        TypeError, match=r"must be a pair \(x, y\) .* but it is a (tuple of 3|Tensor)\. .*dict"
     ):
         lr_find(optimizer, model, F.cross_entropy, [batch])
