@@ -151,7 +151,5 @@ def test_it_leaves_no_trace_beyond_the_optimizer():
 @pytest.mark.parametrize("batch", [(torch.ones(2, 4), torch.zeros(2), torch.zeros(2)), torch.ones(2, 4)])
 def test_batches_that_are_no_pairs(batch):
     optimizer = Vprop((model := make_model()).parameters(), num_data=100)
-    with pytest.raises(
-        TypeError, match=r"must be a pair \(x, y\) .* but it is a (tuple of 3|Tensor)\. .*dict"
-    ):
+    with pytest.raises(TypeError, match=r"must be a pair \(x, y\) .* but it is a (tuple of 3|Tensor)\. .*dict"):
         lr_find(optimizer, model, F.cross_entropy, [batch])
