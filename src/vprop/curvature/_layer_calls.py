@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import debug_unwrap
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -65,7 +65,7 @@ class Recorder(TorchFunctionMode):
         shared = [p if name is None else self._weights[name] for p, name in zip((weight, bias), names, strict=True)]
         # The zero makes sure that every example has outputs of its own, and that these are in the graph.
         outputs = func(inputs, *shared) + self._zero
-        if _is_wrapped(debug_unwrap(outputs, recurse=False)):
+        if _is_wrapped(get_unwrapped(outputs)):
             raise NotByLayersError("the model differentiates the layer, so that more than its outputs has a slope")
         if torch.is_autocast_enabled(outputs.device.type):
             inputs = inputs.clone()  # autograd keeps a cast of them, so that the model may write over them
@@ -86,7 +86,7 @@ class Recorder(TorchFunctionMode):
 
 def _is_wrapped(x: Any) -> bool:
     """Whether a tensor takes part in a transformation: an example's tensors in one, constants in none."""
-    return debug_unwrap(x, recurse=False) is not x
+    return isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)
 
 
 # -- rules: each has the signature of a function of torch's, and returns None where that is to be called as it is ------
