@@ -20,6 +20,7 @@ from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vprop.curvature._layer_calls import LayerCall, Recorder
+from vprop.curvature._second_derivatives import detached_copies
 from vprop.precision import compute_dtype
 
 LossOfOne = Callable[[dict[str, Tensor], Any, Any], Tensor]
@@ -44,7 +45,7 @@ def squared_gradients(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any
 
 def _one_by_one(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: Any) -> Squares:
     examples = next(len(leaf) for leaf in tree_leaves((x, y)) if isinstance(leaf, Tensor))
-    copies = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    copies = detached_copies(weights)
     squares = {name: torch.zeros_like(p, dtype=compute_dtype(p)) for name, p in weights.items()}
     losses = []
     for i in range(examples):

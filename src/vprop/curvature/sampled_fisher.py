@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vprop.curvature._base import ObservedAverage
+from vprop.curvature._second_derivatives import detached_copies
 from vprop.likelihood import draw_labels, labels_in_the_mean
 from vprop.noise import Draw
 from vprop.objective import Objective
@@ -31,7 +32,7 @@ class SampledFisher(ObservedAverage):
                 "distribution. Pass Objective(..., likelihood='categorical' | 'bernoulli' | 'gaussian' | "
                 "'heteroscedastic'), and for 'gaussian' noise_variance, so that the loss is its negative logarithm."
             )
-        weights = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+        weights = detached_copies(parameters)
         outputs = objective.output_at(weights)
         likelihood, noise_variance = objective.likelihood, objective.noise_variance
         labels = draw_labels(outputs.detach(), objective.y, likelihood, noise_variance, draw)

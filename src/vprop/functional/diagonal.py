@@ -86,10 +86,7 @@ def natural_gradient_step(
     beta1, beta2 = betas
     average = _riemannian_average if riemannian else _clamped_average
     new_hess = average(hess, hess_estimate, 1 - beta2, damping)
-    new_momentum, debiased = None, grad
-    if momentum is not None:
-        new_momentum = torch.lerp(momentum, grad, 1 - beta1)
-        debiased = new_momentum / _weight_so_far(beta1, step)
+    new_momentum, debiased = _averaged(momentum, grad, beta1, step)
     direction = (debiased + damping * (mean - prior_mean)) / (new_hess + damping)
     return _bounded_step(mean, hess, momentum, grad, new_hess, new_momentum, direction, lr, clip_radius)
 
@@ -116,12 +113,17 @@ def vadam_step(
     beta1, beta2 = betas
     new_hess = _clamped_average(hess, hess_estimate, 1 - beta2, damping)
     pulled = grad + damping * (mean - prior_mean)
-    new_momentum, debiased = None, pulled
-    if momentum is not None:
-        new_momentum = torch.lerp(momentum, pulled, 1 - beta1)
-        debiased = new_momentum / _weight_so_far(beta1, step)
+    new_momentum, debiased = _averaged(momentum, pulled, beta1, step)
     direction = debiased / ((new_hess / _weight_so_far(beta2, step)).sqrt() + damping)
     return _bounded_step(mean, hess, momentum, grad, new_hess, new_momentum, direction, lr, clip_radius)
+
+
+def _averaged(momentum: Tensor | None, value: Tensor, beta: float, step: Scalar) -> tuple[Tensor | None, Tensor]:
+    """The momentum average with ``value`` in it, and what it says without its start; ``value`` if there is none."""
+    if momentum is None:
+        return None, value
+    momentum = torch.lerp(momentum, value, 1 - beta)
+    return momentum, momentum / _weight_so_far(beta, step)
 
 
 def _weight_so_far(beta: float, step: Scalar) -> Scalar:

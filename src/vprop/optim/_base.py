@@ -140,9 +140,12 @@ class VariationalOptimizer(SamplingOptimizer):
     def _follow_auto_priors(self) -> None:
         """Let λ follow the posterior in the groups that asked for it. Reads numbers, so it stays out of graphs."""
         groups = self.param_groups
-        due = due_for_change(groups, [self._steps_made(group) for group in groups])
+        steps = [self._steps_made(group) for group in groups]
+        due = due_for_change(groups, steps)
         if due:
             update_auto_priors(groups, due, self._marginals())
+        for number in due:
+            groups[number]["auto_prior"]["changed_at"] = steps[number]
 
     def _steps_made(self, group: dict[str, Any]) -> int:
         """How many steps the group has made: those of its busiest parameter."""

@@ -99,7 +99,6 @@ def due_for_change(groups: list[dict[str, Any]], steps: list[int]) -> list[int]:
         if settings is None or step <= settings["warmup"] or step % settings["every"] != 0:
             continue
         if step != settings["changed_at"]:  # a group that sits a step out has not come to its next one
-            settings["changed_at"] = step
             due.append(number)
     return due
 

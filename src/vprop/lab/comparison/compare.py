@@ -15,7 +15,7 @@ from vprop.lab.comparison.tasks import FULL, SHORT, Spec, load_data
 from vprop.lab.data import DataNotFound
 from vprop.lab.experiments.pool import Pool
 from vprop.lab.experiments.problem import fingerprint
-from vprop.lab.experiments.reproduce import UsageError
+from vprop.lab.experiments.reproduce import UsageError, require_writable
 from vprop.lab.experiments.store import Store, write_json
 
 
@@ -86,13 +86,7 @@ def _prepare(what: str, request: Request) -> None:
     """Refuse what cannot work before anything is run."""
     if what == "nuts":
         nuts.require()
-    try:
-        (request.out / "runs").mkdir(parents=True, exist_ok=True)
-        (request.out / "runs" / ".writable").touch()
-    except OSError as error:
-        raise UsageError(
-            f"Cannot write to {request.out}: {error.strerror}. Choose another folder with --out."
-        ) from error
+    require_writable(request.out)
     try:
         for spec in request.specs(what):
             load_data(spec, request.data_dir)

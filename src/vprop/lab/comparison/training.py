@@ -6,13 +6,12 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vprop import VariationalOptimizer
 from vprop.lab.comparison import laplace, methods, scores, sources, tasks
@@ -21,6 +20,8 @@ from vprop.lab.comparison.methods import BY_NAME, Method
 from vprop.lab.comparison.scores import flat, ratio_quantiles, score
 from vprop.lab.comparison.tasks import Part, Spec, Task, task
 from vprop.lab.experiments import problem as problem_module
+from vprop.lab.experiments import run as run_module
+from vprop.lab.experiments.run import batches
 from vprop.lab.experiments.store import key_of
 
 
@@ -40,7 +41,7 @@ class Run:
     def key(self) -> str:
         """A name for the outcome. It does not depend on where the data lie, but on the code that computes it."""
         spec = {"comparison": "run", "core": sources.core()} | asdict(self) | {"data_dir": None}
-        return key_of(spec, tasks, methods, scores, laplace, problem_module, sys.modules[__name__])
+        return key_of(spec, tasks, methods, scores, laplace, problem_module, run_module, sys.modules[__name__])
 
     @property
     def steps(self) -> int:
@@ -81,16 +82,6 @@ def decayed(step: int, steps: int) -> float:
     [1.0, 0.854, 0.5, 0.146]
     """
     return 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
-def batches(num_data: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """Rows of each step: a fresh permutation for every epoch, its incomplete last batch left out."""
-    generator = torch.Generator().manual_seed(seed)
-    whole = num_data // size
-    for step in range(steps):
-        if step % whole == 0:
-            order = torch.randperm(num_data, generator=generator)
-        yield order[(step % whole) * size :][:size]
 
 
 def _variances(work: Task, method: Method, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -39,6 +39,15 @@ class UsageError(Exception):
     """What was asked for does not exist; the message says what does."""
 
 
+def require_writable(out: Path) -> None:
+    """Refuse a folder that runs could not be kept in, before anything is run."""
+    try:
+        (out / "runs").mkdir(parents=True, exist_ok=True)
+        (out / "runs" / ".writable").touch()
+    except OSError as error:
+        raise UsageError(f"Cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
+
+
 @dataclass
 class Request:
     """What the user asked for."""
@@ -111,13 +120,7 @@ def check(request: Request, needs_data: bool = True) -> None:
     for name, (value, least) in at_least.items():
         if value is not None and value < least:
             raise UsageError(f"Invalid --{name} {value}: must be at least {least}.")
-    try:
-        (request.out / "runs").mkdir(parents=True, exist_ok=True)
-        (request.out / "runs" / ".writable").touch()
-    except OSError as error:
-        raise UsageError(
-            f"Cannot write to {request.out}: {error.strerror}. Choose another folder with --out."
-        ) from error
+    require_writable(request.out)
     if needs_data:
         _settle_data(request)
 

@@ -74,7 +74,7 @@ def execute(run: Run) -> dict[str, Any]:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore", RuntimeWarning)  # left-out elements: a diverging run says so by its scores
         torch.manual_seed(run.seed)  # of dropout masks
-        for step, rows in enumerate(_batches(task.num_data, run.batch, run.steps, run.seed), start=1):
+        for step, rows in enumerate(batches(task.num_data, run.batch, run.steps, run.seed), start=1):
             if run.decay:
                 optimizer.param_groups[0]["lr"] = dict(run.setting)["lr"] * _decayed(step, run.steps)
             optimizer.step(task.objective(model, rows))  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def log_spaced(steps: int, points: int) -> list[int]:
     return sorted({round(steps ** (i / (points - 1))) for i in range(points)})
 
 
-def _batches(num_data: int, size: int | None, steps: int, seed: int) -> Iterator[Tensor | None]:
+def batches(num_data: int, size: int | None, steps: int, seed: int) -> Iterator[Tensor | None]:
     """Rows of each step: a fresh permutation for every epoch, its incomplete last batch left out."""
     if size is None:
         yield from [None] * steps
