@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vprop.noise import Draw, Stream, normal, normal_at, normals_like, philox4x32
+from vprop.noise import Draw, Stream, normal, normal_at, normals_like, philox4x32, portable_normal
 
 ONES = 0xFFFFFFFF
 # Random123's kat_vectors for philox4x32 with 10 rounds: counter, key, output.
@@ -63,26 +63,34 @@ def test_normal_from_its_definition(index, parameter, step, sample, seed, stream
     assert float(normal_at(torch.tensor(index), draw)) == pytest.approx(expected, abs=3e-6)
 
 
+@pytest.mark.parametrize("generate", [normal, portable_normal])
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 1), (3, 4), (5, 777), (2**17 - 3, 2**17 + 9)])
-def test_any_slice_without_the_rest(start, stop):
+def test_any_slice_without_the_rest(generate, start, stop):
     draw = Draw(seed=5, parameter=2, step=9, sample=1)
-    whole = normal(0, 2**17 + 50, draw)
-    assert torch.equal(normal(start, stop, draw), whole[start:stop])
+    whole = generate(0, 2**17 + 50, draw)
+    assert torch.equal(generate(start, stop, draw), whole[start:stop])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 1), (3, 4), (5, 777), (2**17 - 3, 2**17 + 9)])
+def test_single_elements(start, stop):
+    draw = Draw(seed=5, parameter=2, step=9, sample=1)
     index = torch.arange(start, stop).flip(0)
-    assert torch.equal(normal_at(index, draw), whole[start:stop].flip(0))
+    assert torch.equal(normal_at(index, draw), portable_normal(start, stop, draw).flip(0))
 
 
-def test_many_parameters_share_calls_without_changing_a_number():
+@pytest.mark.parametrize("portable", [False, True])
+def test_many_parameters_share_calls_without_changing_a_number(portable):
     shapes = [(3, 5), (), (0,), (7,), (2**17 + 1,), (2, 2, 2), (2**16, 2), (1,)]
     dtypes = [torch.float32, torch.float64, torch.bfloat16]
     parameters = [torch.zeros(shape, dtype=dtypes[i % 3]) for i, shape in enumerate(shapes)]
     draws = [Draw(seed=i % 2, parameter=i, step=10 + i // 4) for i in range(len(shapes))]
-    noises = dict(normals_like(parameters, draws))
+    noises = dict(normals_like(parameters, draws, portable=portable))
+    generate = portable_normal if portable else normal
     assert sorted(noises) == list(range(len(shapes)))
     for i, (parameter, draw) in enumerate(zip(parameters, draws, strict=True)):
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         assert noises[i].shape == parameter.shape
-        assert torch.equal(noises[i], normal(0, parameter.numel(), draw, dtype=dtype).view(parameter.shape))
+        assert torch.equal(noises[i], generate(0, parameter.numel(), draw, dtype=dtype).view(parameter.shape))
 
 
 def test_the_step_may_be_a_tensor():

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vprop import kernels
 from vprop.bundles import bundle_limit, bundles
 from vprop.precision import compute_dtype
 
@@ -97,6 +98,24 @@ def normal(
     >>> torch.equal(normal(0, 10, draw)[3:6], normal(3, 6, draw))
     True
     """
+    kernel = _kernel_for(torch.device(device), dtype, draw)
+    if kernel is not None:
+        out = torch.empty(stop - start, dtype=dtype, device=device)
+        source = source_word(draw.stream, draw.sample)
+        kernel.normal(out, start, seed=draw.seed, parameter=draw.parameter, step=draw.step, source=source)  # type: ignore[arg-type]
+        return out
+    return portable_normal(start, stop, draw, device=device, dtype=dtype)
+
+
+def portable_normal(
+    start: int,
+    stop: int,
+    draw: Draw,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The same with torch's own operations, whatever the device: what kernels are held against."""
     out = torch.empty(stop - start, dtype=dtype, device=device)
     stop_block, chunk = -(-stop // _LANES), bundle_limit(out.device) // _LANES
     for first_block in range(start // _LANES, stop_block, chunk):
@@ -109,12 +128,14 @@ def normal(
     return out
 
 
-def normals_like(parameters: Sequence[Tensor], draws: Sequence[Draw]) -> Iterator[tuple[int, Tensor]]:
+def normals_like(
+    parameters: Sequence[Tensor], draws: Sequence[Draw], *, portable: bool = False
+) -> Iterator[tuple[int, Tensor]]:
     """The noise of whole parameters, each in its shape, on its device and in the precision of its arithmetic.
 
     Yields (position, noise) in no particular order, generating as it goes, so that the noise of one large parameter
     or of a batch of small ones exists at a time. Small parameters share Philox calls: a network has many of them,
-    and a call costs a hundred small torch operations whatever its length.
+    and a call costs a hundred small torch operations whatever its length. ``portable`` forbids kernels.
 
     >>> weight, bias = torch.zeros(3, 5), torch.zeros(5)
     >>> noises = dict(normals_like([weight, bias], [Draw(1, parameter=0, step=7), Draw(1, parameter=1, step=7)]))
@@ -132,11 +153,22 @@ def normals_like(parameters: Sequence[Tensor], draws: Sequence[Draw]) -> Iterato
     for members in bundles(range(len(parameters)), kind=kind, size=lambda i: parameters[i].numel(), limit=limit):
         first = members[0]
         parameter, size = parameters[first], parameters[first].numel()
-        if size > limit(first):
-            dtype = compute_dtype(parameter)
-            yield first, normal(0, size, draws[first], device=parameter.device, dtype=dtype).view(parameter.shape)
+        device, dtype = parameter.device, compute_dtype(parameter)
+        by_kernel = not portable and _kernel_for(device, dtype, draws[first]) is not None
+        if size > limit(first) or by_kernel:
+            generate = normal if by_kernel else portable_normal
+            for i in members:
+                values = generate(0, parameters[i].numel(), draws[i], device=device, dtype=dtype)
+                yield i, values.view(parameters[i].shape)
         else:
             yield from _batch(parameters, draws, members)
+
+
+def _kernel_for(device: torch.device, dtype: torch.dtype, draw: Draw) -> kernels.Backend | None:
+    """The kernels that can make this noise, if there are any."""
+    if dtype != torch.float32 or isinstance(draw.parameter, Tensor) or torch.compiler.is_compiling():
+        return None
+    return kernels.backend_for(device)
 
 
 def _batch(parameters: Sequence[Tensor], draws: Sequence[Draw], members: list[int]) -> Iterator[tuple[int, Tensor]]:
@@ -175,10 +207,15 @@ def normal_at(index: Tensor, draw: Draw, *, dtype: torch.dtype = torch.float32) 
 
 def _four_normals(blocks: Tensor, draw: Draw, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     step = draw.step & _MASK
-    source = (int(draw.stream) << 30) | draw.sample
+    source = source_word(draw.stream, draw.sample)
     key = (draw.seed & _MASK, (draw.seed >> 32) & _MASK)
     words = philox4x32((blocks, draw.parameter, step, source), key)
     return (*_box_muller(words[0], words[1], dtype), *_box_muller(words[2], words[3], dtype))
+
+
+def source_word(stream: Stream, sample: int) -> int:
+    """The last word of the counter: who draws, and which sample."""
+    return (int(stream) << 30) | sample
 
 
 def _box_muller(radius_word: Tensor, angle_word: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,73 @@
+"""What a kernel is asked to do: the numbers of ``functional/diagonal.py``, one object for each kind of pass."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+LEAST_PRECISION = 1e-3
+"""As in ``functional/diagonal.py``, which lies above; a test holds the two together."""
+
+
+class Curvature(enum.IntEnum):
+    """Where ĥ comes from."""
+
+    SQUARE = 0
+    """scale·ĝ²"""
+    PRICE = 1
+    """ĝ·ε/σ, with the noise generated again"""
+    PAIR = 2
+    """scale·((ĝ₁−ĝ₂)/2)² of two samples; ĝ is their mean, and the first one is ``Role.OTHER``"""
+    GIVEN = 3
+    """``Role.OTHER``"""
+
+
+class Rule(enum.IntEnum):
+    """How mean and curvature follow."""
+
+    CLAMPED = 0
+    """the natural-gradient step, h not below zero"""
+    RIEMANNIAN = 1
+    """the natural-gradient step with the term that keeps h+δ positive"""
+    VADAM = 2
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Which noise, and how wide: θ = μ + sign·ε·σ with σ² = 1/(ess·(h+δ))."""
+
+    seed: int
+    source: int
+    """Stream and sample, as one word of the counter."""
+    sign: int
+    ess: float
+    damping: float
+    """δ; not read where the table has ``Role.PRIOR_PRECISION``, of which it is λ/ess."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update of mean and curvature."""
+
+    noise: Noise
+    """Of the sample that the gradients were taken at. Its ``ess`` and ``damping`` are those of the update, too."""
+    sampled: bool
+    """Whether that sample is still in the weights, and has to be taken out."""
+    next_source: int | None
+    """Where the next sample, which is left in the weights, is drawn from; ``None`` leaves the mean in them."""
+    curvature: Curvature
+    scale: float
+    rule: Rule
+    lr: float | Tensor
+    betas: tuple[float, float]
+    clip_radius: float
+    grad_sign: int
+    """−1 if the gradients are of a function to be maximized. What is in ``Role.OTHER`` has its sign already."""
+
+    @property
+    def clips(self) -> bool:
+        """Whether there is a bound on the step."""
+        return not math.isinf(self.clip_radius)

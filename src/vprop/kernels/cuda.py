@@ -1,0 +1,146 @@
+"""Launches the Triton kernels."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from vprop.kernels.call import Noise, Step
+from vprop.kernels.table import COUNTERS, TILE, Role, Table
+from vprop.kernels.triton_diagonal import perturb_kernel, step_kernel
+from vprop.kernels.triton_noise import fill_kernel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run in Triton's interpreter, on tensors of the CPU: for tests without a GPU."""
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_BLOCK = 1024
+"""Elements of a program."""
+_OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
+"""``maxnreg`` leaves room for enough programs to hide the latency of memory."""
+
+
+def perturb(table: Table, noise: Noise, direction: int) -> None:
+    """Write a sample into the weights (``direction`` 1), or take it out again (−1)."""
+    if table.tiles == 0:
+        return
+    with _on(table.device):
+        perturb_kernel[(table.tiles * (TILE // _BLOCK),)](
+            table.columns,
+            table.tile_rows,
+            table.geometry,
+            table.steps,
+            table.rows,
+            table.first_step,
+            *_words(noise.seed),
+            _signed(noise.source),
+            float(noise.sign),
+            noise.ess,
+            noise.damping,
+            RESTORE=direction < 0,
+            DTYPE=_TYPES[table.weight_dtype],
+            HAS_MEAN=Role.MEAN in table.roles,
+            HAS_PRIOR_PRECISION=Role.PRIOR_PRECISION in table.roles,
+            ALIGNED=table.aligned,
+            DIMS=table.dims,
+            BLOCK=_BLOCK,
+            **_OPTIONS,
+        )
+
+
+def step(table: Table, step: Step) -> None:
+    """One update of all rows of the table; elements left out and clipped are counted there."""
+    if table.tiles == 0:
+        return
+    noise, (beta1, beta2) = step.noise, step.betas
+    unusable = table.unusable.new_zeros(COUNTERS, dtype=torch.int32) if INTERPRETED else table.unusable
+    lr_on_device = isinstance(step.lr, Tensor) and step.lr.device == table.device
+    with _on(table.device):
+        step_kernel[(table.tiles * (TILE // _BLOCK),)](
+            table.columns,
+            table.tile_rows,
+            table.geometry,
+            table.steps,
+            unusable,
+            table.clipped,
+            table.rows,
+            table.first_step,
+            *_words(noise.seed),
+            _signed(noise.source),
+            _signed(step.next_source or 0),
+            float(noise.sign),
+            noise.ess,
+            noise.damping,
+            step.scale,
+            step.lr if lr_on_device else float(step.lr),
+            1 - beta1,
+            1 - beta2,
+            _log(beta1),
+            _log(beta2),
+            step.clip_radius,
+            float(step.grad_sign),
+            SAMPLED=step.sampled,
+            DRAWS_NEXT=step.next_source is not None,
+            CURVATURE=int(step.curvature),
+            RULE=int(step.rule),
+            CLIPS=step.clips,
+            LR_ON_DEVICE=lr_on_device,
+            DTYPE=_TYPES[table.weight_dtype],
+            GRAD_DTYPE=_TYPES[table.grad_dtype],
+            HAS_MEAN=Role.MEAN in table.roles,
+            HAS_MOMENTUM=Role.MOMENTUM in table.roles,
+            HAS_PRIOR_MEAN=Role.PRIOR_MEAN in table.roles,
+            HAS_PRIOR_PRECISION=Role.PRIOR_PRECISION in table.roles,
+            ALIGNED=table.aligned,
+            DIMS=table.dims,
+            BLOCK=_BLOCK,
+            **_OPTIONS,
+        )
+    if INTERPRETED:
+        table.unusable += unusable.sum()
+
+
+def normal(out: Tensor, start: int, *, seed: int, parameter: int, step: int | Tensor, source: int) -> None:
+    """Fill ``out``, contiguous float32, with the normals of elements ``start``, ``start + 1``, …"""
+    if out.numel() == 0:
+        return
+    blocks = 256
+    on_device = isinstance(step, Tensor)
+    with _on(out.device):
+        fill_kernel[(-(-(start % 4 + out.numel()) // (4 * blocks)),)](
+            out,
+            start,
+            out.numel(),
+            _signed(parameter),
+            step if isinstance(step, Tensor) else _signed(step & 0xFFFFFFFF),
+            _signed(source),
+            *_words(seed),
+            STEP_ON_DEVICE=on_device,
+            BLOCKS=blocks,
+            **_OPTIONS,
+        )
+
+
+def _on(device: torch.device) -> Any:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else torch.cuda.device(-1)
+
+
+def _words(seed: int) -> tuple[int, int]:
+    return _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits as a signed number, so that the kernel's argument has one type whatever its value."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+@functools.cache
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf

@@ -1,0 +1,321 @@
+"""``functional/diagonal.py`` on tables of tensors, one pass over memory for each kernel.
+
+A program handles a part of a tile, which lies in one row of the table. Flags are compile-time constants, so that a
+kernel holds only what it was asked for. Products and sums are joined (fma) only where it says so, not as the
+compiler likes (see ``cuda.py``): what is subtracted from a sample is, to the last bit, what was added to the mean.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vprop.kernels.call import LEAST_PRECISION, Curvature, Rule
+from vprop.kernels.table import TILE, Column, Role
+from vprop.kernels.triton_noise import normals
+
+_TILE = tl.constexpr(TILE)
+_WEIGHT = tl.constexpr(int(Role.WEIGHT))
+_HESS = tl.constexpr(int(Role.HESS))
+_MOMENTUM = tl.constexpr(int(Role.MOMENTUM))
+_MEAN = tl.constexpr(int(Role.MEAN))
+_PRIOR_MEAN = tl.constexpr(int(Role.PRIOR_MEAN))
+_PRIOR_PRECISION = tl.constexpr(int(Role.PRIOR_PRECISION))
+_GRAD = tl.constexpr(int(Role.GRAD))
+_OTHER = tl.constexpr(int(Role.OTHER))
+_ROLES = tl.constexpr(len(Role))
+_SIZE = tl.constexpr(int(Column.SIZE))
+_PARAMETER = tl.constexpr(int(Column.PARAMETER))
+_FIRST_TILE = tl.constexpr(int(Column.FIRST_TILE))
+_SQUARE = tl.constexpr(int(Curvature.SQUARE))
+_PRICE = tl.constexpr(int(Curvature.PRICE))
+_PAIR = tl.constexpr(int(Curvature.PAIR))
+_GIVEN = tl.constexpr(int(Curvature.GIVEN))
+_RIEMANNIAN = tl.constexpr(int(Rule.RIEMANNIAN))
+_VADAM = tl.constexpr(int(Rule.VADAM))
+_LEAST_PRECISION = tl.constexpr(LEAST_PRECISION)
+
+
+@triton.jit
+def _pointers(columns, geometry, rows, row, role, dtype: tl.constexpr, element, ALIGNED: tl.constexpr, DIMS: tl.constexpr):  # fmt: skip  # noqa: E501
+    """Where the elements numbered ``element`` are in the tensor of a role."""
+    base = tl.load(columns + role * rows + row).to(tl.pointer_type(dtype))
+    if DIMS == 0:
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
+        offset = element
+    else:
+        rest, offset = element, tl.zeros_like(element)
+        sizes = geometry + row * ((1 + _ROLES) * DIMS)
+        strides = sizes + (1 + role) * DIMS
+        for i in tl.static_range(DIMS):
+            size = tl.load(sizes + (DIMS - 1 - i))
+            offset += (rest % size) * tl.load(strides + (DIMS - 1 - i))
+            rest = rest // size
+    return base + offset
+
+
+@triton.jit
+def _read(pointers, mask, MASKED: tl.constexpr):
+    """Values as float32. Without a mask loads can be wide, so only the last part of a tensor has one."""
+    values = tl.load(pointers, mask=mask, other=0.0) if MASKED else tl.load(pointers)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _write(pointers, values, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+    else:
+        tl.store(pointers, values.to(pointers.dtype.element_ty))
+
+
+@triton.jit
+def _plus(x, factor, y):
+    """x + factor·y, rounded once."""
+    return tl.fma(y, tl.zeros_like(y) + factor, x)
+
+
+@triton.jit
+def _precision(hess, ess, damping):
+    return ess * tl.maximum(hess + damping, _LEAST_PRECISION * damping)
+
+
+@triton.jit
+def _reconciled(mean, weight, dtype: tl.constexpr):
+    """The float32 mean, or the weight where somebody else wrote to it."""
+    return tl.where(mean.to(dtype).to(tl.float32) == weight, mean, weight)
+
+
+@triton.jit(do_not_specialize=["rows", "first_step", "source", "sign", "key0", "key1", "ess", "damping"])
+def perturb_kernel(
+    columns, tile_rows, geometry, steps, rows, first_step, key0, key1, source, sign, ess, damping,
+    RESTORE: tl.constexpr, DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a sample into the weights, or take it out again."""
+    part = tl.program_id(0)
+    tile = part // (_TILE // BLOCK)
+    row = tl.load(tile_rows + tile).to(tl.int64)
+    size = tl.load(columns + _SIZE * rows + row)
+    tile_in_row = tile - tl.load(columns + _FIRST_TILE * rows + row)
+    start = tile_in_row * _TILE + (part % (_TILE // BLOCK)) * BLOCK
+    step = first_step + tl.load(steps + row)
+    parameter = tl.load(columns + _PARAMETER * rows + row)
+    if start + BLOCK <= size:
+        _perturb(
+            columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping,
+            RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, BLOCK, False,
+        )  # fmt: skip
+    elif start < size:
+        _perturb(
+            columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping,
+            RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, BLOCK, True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _perturb(
+    columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping,
+    RESTORE: tl.constexpr, DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    element = start + tl.arange(0, BLOCK)
+    mask = element < size
+    weights = _pointers(columns, geometry, rows, row, _WEIGHT, DTYPE, element, ALIGNED, DIMS)
+    if HAS_MEAN:
+        means = _pointers(columns, geometry, rows, row, _MEAN, tl.float32, element, ALIGNED, DIMS)
+        mean = _read(means, mask, MASKED)
+        if not RESTORE:
+            mean = _reconciled(mean, _read(weights, mask, MASKED), DTYPE)
+            _write(means, mean, mask, MASKED)
+    else:
+        mean = _read(weights, mask, MASKED)
+    if RESTORE and HAS_MEAN:
+        _write(weights, mean, mask, MASKED)
+    else:
+        hess = _read(_pointers(columns, geometry, rows, row, _HESS, tl.float32, element, ALIGNED, DIMS), mask, MASKED)
+        if HAS_PRIOR_PRECISION:
+            precisions = _pointers(columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, ALIGNED, DIMS)
+            damping = _read(precisions, mask, MASKED) / ess
+        noise = normals(start // 4, parameter, step, source, key0, key1, BLOCK // 4)
+        offset = noise * tl.rsqrt(_precision(hess, ess, damping))
+        if RESTORE:
+            sign = -sign
+        _write(weights, _plus(mean, sign, offset), mask, MASKED)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "first_step", "source", "next_source", "sign", "key0", "key1", "ess", "damping", "scale", "lr",
+        "weight1", "weight2", "log_beta1", "log_beta2", "clip_radius", "grad_sign",
+    ]
+)  # fmt: skip
+def step_kernel(
+    columns, tile_rows, geometry, steps, unusable, clipped,
+    rows, first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
+    weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
+    SAMPLED: tl.constexpr, DRAWS_NEXT: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
+    CLIPS: tl.constexpr, LR_ON_DEVICE: tl.constexpr,
+    DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One step: the sample out, mean and curvature updated, and perhaps the next sample in."""
+    part = tl.program_id(0)
+    tile = part // (_TILE // BLOCK)
+    row = tl.load(tile_rows + tile).to(tl.int64)
+    size = tl.load(columns + _SIZE * rows + row)
+    tile_in_row = tile - tl.load(columns + _FIRST_TILE * rows + row)
+    start = tile_in_row * _TILE + (part % (_TILE // BLOCK)) * BLOCK
+    if LR_ON_DEVICE:
+        lr = tl.load(lr).to(tl.float32)
+    if start + BLOCK <= size:
+        _step(
+            columns, geometry, steps, unusable, clipped, rows, row, start, size,
+            first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
+            weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
+            SAMPLED, DRAWS_NEXT, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
+            HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, BLOCK, False,
+        )  # fmt: skip
+    elif start < size:
+        _step(
+            columns, geometry, steps, unusable, clipped, rows, row, start, size,
+            first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
+            weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
+            SAMPLED, DRAWS_NEXT, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
+            HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, BLOCK, True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _step(
+    columns, geometry, steps, unusable, clipped, rows, row, start, size,
+    first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
+    weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
+    SAMPLED: tl.constexpr, DRAWS_NEXT: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
+    CLIPS: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr, HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    element = start + tl.arange(0, BLOCK)
+    mask = element < size
+    count = first_step + tl.load(steps + row)
+    parameter = tl.load(columns + _PARAMETER * rows + row)
+
+    # All reads come first, so that they are under way while the noise is made. A parameter that takes no part has no
+    # gradient: its curvature is read in place of it, and counts as zero.
+    takes_part = tl.load(columns + _GRAD * rows + row) != 0
+    present = tl.where(takes_part, 1.0, 0.0)
+    weights = _pointers(columns, geometry, rows, row, _WEIGHT, DTYPE, element, ALIGNED, DIMS)
+    hesses = _pointers(columns, geometry, rows, row, _HESS, tl.float32, element, ALIGNED, DIMS)
+    grad_column = tl.where(takes_part, _GRAD, _HESS)
+    grads = _pointers(columns, geometry, rows, row, grad_column, GRAD_DTYPE, element, ALIGNED, DIMS)
+    grad = tl.where(takes_part, _read(grads, mask, MASKED), 0.0)
+    hess = _read(hesses, mask, MASKED)
+    if HAS_MEAN:
+        means = _pointers(columns, geometry, rows, row, _MEAN, tl.float32, element, ALIGNED, DIMS)
+        mean = _read(means, mask, MASKED)
+        if not SAMPLED:
+            mean = _reconciled(mean, _read(weights, mask, MASKED), DTYPE)
+    else:
+        mean = _read(weights, mask, MASKED)
+    if HAS_MOMENTUM:
+        momenta = _pointers(columns, geometry, rows, row, _MOMENTUM, tl.float32, element, ALIGNED, DIMS)
+        momentum = _read(momenta, mask, MASKED)
+    if CURVATURE >= _PAIR:
+        other_column = tl.where(takes_part, _OTHER, _HESS)
+        others = _pointers(columns, geometry, rows, row, other_column, tl.float32, element, ALIGNED, DIMS)
+        other = tl.where(takes_part, _read(others, mask, MASKED), 0.0)
+    if HAS_PRIOR_PRECISION:
+        precisions = _pointers(columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, ALIGNED, DIMS)
+        damping = _read(precisions, mask, MASKED) / ess
+
+    # The mean. The noise also enters Price's curvature.
+    if (SAMPLED and not HAS_MEAN) or CURVATURE == _PRICE:
+        sampled_at = tl.where(takes_part, count - 1, count)
+        noise = normals(start // 4, parameter, sampled_at, source, key0, key1, BLOCK // 4)
+        precision = _precision(hess, ess, damping)
+        deviation = tl.rsqrt(precision)
+        if SAMPLED and not HAS_MEAN:
+            mean = _plus(mean, -sign, noise * deviation)
+
+    # The gradient and the curvature.
+    if CURVATURE == _SQUARE:
+        excess = _plus(-hess, scale, grad * grad)  # ĥ − h
+        grad = grad_sign * grad
+    else:
+        grad = grad_sign * grad
+        if CURVATURE == _PRICE:
+            excess = _plus(-hess, sign, grad * noise * (precision * deviation))
+        elif CURVATURE == _PAIR:
+            half_difference = (other - grad) * 0.5
+            excess = _plus(-hess, scale, half_difference * half_difference)
+            grad = other + 0.5 * (grad - other)
+        else:
+            excess = _plus(-hess, scale, other)
+
+    # The averages.
+    if HAS_PRIOR_MEAN:
+        prior_means = _pointers(columns, geometry, rows, row, _PRIOR_MEAN, tl.float32, element, ALIGNED, DIMS)
+        distance = mean - _read(prior_means, mask, MASKED)
+    else:
+        distance = mean
+    if RULE == _RIEMANNIAN:
+        change = weight2 * excess
+        positive = tl.maximum(hess + damping, _LEAST_PRECISION * damping)
+        new_hess = hess + change + 0.5 * (change * change) / positive
+        floor = (_LEAST_PRECISION - 1.0) * damping
+        new_hess = tl.where(new_hess < floor, floor, new_hess)  # NaN stays, to be found
+    else:
+        new_hess = _plus(hess, weight2, excess)
+        new_hess = tl.where(new_hess < 0.0, 0.0, new_hess)
+    averaged = grad
+    if RULE == _VADAM:
+        averaged = _plus(grad, damping, distance)
+    if HAS_MOMENTUM:
+        new_momentum = _plus(momentum, weight1, averaged - momentum)
+        averaged = new_momentum / _weight_so_far(log_beta1, count)
+
+    # The step.
+    if RULE == _VADAM:
+        direction = averaged / (tl.sqrt(new_hess / _weight_so_far(log_beta2, count)) + damping)
+    else:
+        # x/y as x·(1/√y)², for y > 0: a third of the instructions of a division, and as exact to a unit or two.
+        root = tl.rsqrt(new_hess + damping)
+        direction = _plus(averaged, damping, distance) * (root * root)
+    if CLIPS:
+        too_far = tl.abs(direction) * present > clip_radius
+        if MASKED:
+            too_far = too_far & mask
+        tl.atomic_add(clipped, tl.sum(too_far.to(tl.int64)), sem="relaxed")
+        direction = tl.where(direction > clip_radius, clip_radius, direction)
+        direction = tl.where(direction < -clip_radius, -clip_radius, direction)
+    new_mean = _plus(mean, -lr, direction)
+
+    # What is not finite is left out: x·0 is NaN for NaN and infinity, and only for them.
+    zero = _plus(new_hess * 0.0, 0.0, new_mean)
+    if CURVATURE == _GIVEN or CURVATURE == _PRICE:  # else an infinite gradient makes an infinite curvature
+        zero = _plus(zero, 0.0, grad)
+    lost = zero != 0.0
+    if MASKED:
+        lost = lost & mask
+    # One counter for each lane, because to bring them together would cost more than the rest of the bookkeeping.
+    tl.atomic_add(unusable + tl.arange(0, BLOCK), tl.full([BLOCK], 1, tl.int32), mask=lost, sem="relaxed")
+    usable = zero == present - 1.0  # never, if it takes no part
+    new_mean, new_hess = tl.where(usable, new_mean, mean), tl.where(usable, new_hess, hess)
+    _write(hesses, new_hess, mask, MASKED)
+    if HAS_MOMENTUM:
+        _write(momenta, tl.where(usable, new_momentum, momentum), mask, MASKED)
+    if HAS_MEAN:
+        _write(means, new_mean, mask, MASKED)
+    if DRAWS_NEXT:
+        noise = normals(start // 4, parameter, count, next_source, key0, key1, BLOCK // 4)
+        new_mean = _plus(new_mean, 1.0, noise * tl.rsqrt(_precision(new_hess, ess, damping)))
+    _write(weights, new_mean, mask, MASKED)
+
+
+@triton.jit
+def _weight_so_far(log_beta, count):
+    """1 − βᵗ in float64: the difference of two numbers near one."""
+    return (1.0 - tl.exp(count.to(tl.float64) * log_beta)).to(tl.float32)
