@@ -46,7 +46,6 @@ SHARED_BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, r"Invalid seed=-1: must be an integer in \[0, 2\*\*64\)"),
     ({"seed": 0.5}, r"Invalid seed=0\.5: must be an integer"),
     ({"maximize": "yes"}, r"Invalid maximize='yes': must be True or False"),
-    ({"fused": True}, r"Invalid fused=True: must be None or False in this version"),
     ({"foreach": True, "fused": True}, r"Invalid fused=True: must be None or False with foreach=True"),
     ({"foreach": "all"}, r"Invalid foreach='all': must be None, True or False"),
 ]

@@ -86,7 +86,10 @@ def test_compiled_step_is_the_same_and_does_not_recompile_when_lr_changes(case, 
     torch._dynamo.reset()
     counter = CompileCounter()
     runs = [make_model(), make_model()]
-    optimizers = [case(model.parameters(), lr=torch.tensor(0.05) if lr_is_tensor else 0.05) for model in runs]
+    # What is traced is the portable path.
+    optimizers = [
+        case(model.parameters(), lr=torch.tensor(0.05) if lr_is_tensor else 0.05, fused=False) for model in runs
+    ]
     eager_step = optimizers[1].step
     optimizers[1].step = torch.compile(eager_step, backend=counter, fullgraph=True)
     for step in range(6):
@@ -107,9 +110,9 @@ def test_compiled_step_with_a_closure(case):
     """Sampling, forward and backward inside break the graph; the result is the same, and compiling ends."""
     torch._dynamo.reset()
     counter, counts = CompileCounter(), []
-    eager = train(case, steps=5)
+    eager = train(case, steps=5, fused=False)
     model = make_model()
-    optimizer = case(model.parameters())
+    optimizer = case(model.parameters(), fused=False)
     optimizer.step = torch.compile(optimizer.step, backend=counter)
     for step in range(5):
         train(case, model=model, optimizer=optimizer, first_step=step, steps=1)

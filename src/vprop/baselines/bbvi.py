@@ -13,8 +13,9 @@ from torch.optim.optimizer import ParamsT
 from vprop.curvature import CurvatureEstimator, NoiseProduct
 from vprop.functional import black_box, diagonal
 from vprop.optim._arguments import NOT_HYPERPARAMETERS, invalid, is_number
-from vprop.optim._diagonal import DiagonalOptimizer, Written
+from vprop.optim._diagonal import DiagonalOptimizer
 from vprop.optim._members import Member, mean_of
+from vprop.optim._written import Written
 from vprop.optim.auto_prior import PriorPrecision
 from vprop.precision import compute_dtype
 
@@ -84,6 +85,8 @@ class BBVI(DiagonalOptimizer):
             self.param_groups.pop()
             raise
 
+    _has_kernels = False
+
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return NoiseProduct()
 
@@ -105,6 +108,7 @@ class BBVI(DiagonalOptimizer):
         return state["std"].square()
 
     def _update(self) -> None:
+        self._leave()
         for member in self._members():
             folded = self._ledger.folded.pop(member.p, None)
             if folded is None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vprop import kernels
 from vprop.curvature import CurvatureEstimator
 from vprop.precision import compute_dtype
 
@@ -170,8 +171,24 @@ def _implementation(group: dict[str, Any]) -> None:
             raise invalid(name, group[name], "None, True or False", "None lets the library choose.")
     if group["foreach"] and group["fused"]:
         raise invalid("fused", True, "None or False with foreach=True", "Ask for one implementation, or for none.")
-    if group["fused"]:
-        raise invalid("fused", True, "None or False in this version", "There is no fused kernel yet; leave it out.")
+
+
+def check_fused(group: dict[str, Any], optimizer: str, has_kernels: bool) -> None:
+    """Refuse ``fused=True`` where there is no kernel."""
+    if not group["fused"]:
+        return
+    if not has_kernels:
+        raise invalid("fused", True, f"None or False for {optimizer}", "It has no fused kernel.")
+    for i, p in enumerate(group["params"]):
+        if p.requires_grad and not kernels.takes(p):
+            raise invalid(
+                "fused",
+                True,
+                "None or False for parameters that no kernel takes",
+                f"Parameter {i} of the group is {type(p).__name__} of {p.dtype} on {p.device}; there are kernels for "
+                "plain float32, bfloat16 and float16 tensors on a GPU with Triton, and on a CPU if vprop was installed "
+                "with its compiled part.",
+            )
 
 
 def _prior(group: dict[str, Any], matrix_prior: bool) -> None:

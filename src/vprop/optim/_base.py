@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from vprop.kernels.table import new_counter
 from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
-from vprop.optim._arguments import check_group, invalid
+from vprop.optim._arguments import check_fused, check_group, invalid
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder, Ledger
 from vprop.optim._members import Marginal
@@ -39,6 +40,8 @@ class VariationalOptimizer(SamplingOptimizer):
 
     _matrix_prior = False
     """Whether the structure can have a prior with correlations."""
+    _has_kernels = False
+    """Whether there are kernels for its samples and updates."""
     _can_center = True
     """Whether the curvature can be taken from the spread of the samples' gradients."""
 
@@ -61,7 +64,10 @@ class VariationalOptimizer(SamplingOptimizer):
 
     @abstractmethod
     def _update(self) -> None:
-        """Update mean and curvature from this step's statistics."""
+        """Update mean and curvature from this step's statistics.
+
+        The last sample is still in the weights: take it out (``_leave``), or update from there.
+        """
 
     @abstractmethod
     def _marginals(self) -> Iterator[Marginal]:
@@ -86,6 +92,7 @@ class VariationalOptimizer(SamplingOptimizer):
             take_auto(self.param_groups[-1])
             check_group(self.param_groups[-1], self._matrix_prior)
             self._check_centering(self.param_groups[-1])
+            check_fused(self.param_groups[-1], type(self).__name__, self._has_kernels)
             _ = self.mc_samples
         except ValueError:
             self.param_groups.pop()
@@ -115,26 +122,40 @@ class VariationalOptimizer(SamplingOptimizer):
         of ``sampled_params()`` blocks or of an attached model are used.
         """
         self._refuse_inside_sample("step()")
-        self._leave()
         scaled, self._ledger.asked_by_grad_scaler = self._ledger.asked_by_grad_scaler, False
-        loss = None
-        self._require_objective(closure)
-        if closure is None:
-            self._require_samples()
-        elif scaled:
-            raise RuntimeError(
-                "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
-                "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
-            )
-        else:
-            loss = self._evaluate(closure)
-        self._fold()
-        self._update()
+        try:
+            loss = self._gradients(closure, scaled)
+            self._fold()
+            self._update()
+        except BaseException:
+            self._leave()
+            raise
         self._ledger.forget_samples()
+        self._take_over_next_sample()
         if any(group.get("auto_prior") is not None for group in self.param_groups):
             self._follow_auto_priors()
         self._report_unusable(deferred=False)
         return loss
+
+    def _gradients(self, closure: Callable[[], Any] | None, scaled: bool) -> Any:
+        """See to it that ``p.grad`` is the gradient at the last sample; returns the closure's loss."""
+        self._require_objective(closure)
+        if closure is None:
+            self._require_samples()
+            return None
+        if scaled:
+            raise RuntimeError(
+                "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
+                "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
+            )
+        return self._evaluate(closure)
+
+    def _take_over_next_sample(self) -> None:
+        """Make the sample that the update left in the weights, if it did, the first of the coming step."""
+        plan, self._ledger.next_plan = self._ledger.next_plan, None
+        if plan is not None:
+            self._ledger.plan, self._ledger.open_sample = plan, 0
+            self._ledger.holder, self._ledger.drawn_ahead = Holder.HOOK, True
 
     @torch.compiler.disable
     def _follow_auto_priors(self) -> None:
@@ -153,10 +174,13 @@ class VariationalOptimizer(SamplingOptimizer):
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure once per sample; returns the mean of what it returned."""
-        self._ledger.forget_samples()
+        if not self._ledger.drawn_ahead:
+            self._leave()
+            self._ledger.forget_samples()
         losses, needs_objective = [], self._needs_objective()
-        for sample in range(max(1, self.mc_samples)):
-            with self._active_sample(sample), torch.enable_grad():
+        last = max(1, self.mc_samples) - 1
+        for sample in range(last + 1):
+            with self._active_sample(sample, stays=sample == last), torch.enable_grad():
                 losses.append(closure())
                 if needs_objective:
                     self._observe(closure, sample)  # type: ignore[arg-type]
@@ -176,7 +200,7 @@ class VariationalOptimizer(SamplingOptimizer):
     def _require_samples(self) -> None:
         """Refuse a step whose gradients were not taken at the samples they should be taken at."""
         count = self.mc_samples
-        drawn = self._ledger.drawn_samples
+        drawn = 0 if self._ledger.drawn_ahead else self._ledger.drawn_samples
         if count > 0 and drawn == 0:
             raise RuntimeError(
                 f"step() without a sample: mc_samples={count}, but no weights were drawn since the last step, so the "
@@ -212,7 +236,7 @@ class VariationalOptimizer(SamplingOptimizer):
         self._ledger.asked_by_grad_scaler = False
         super().zero_grad(set_to_none=set_to_none)
 
-    def attach(self, model: nn.Module) -> Attachment:
+    def attach(self, model: nn.Module, *, draw_ahead: bool = False) -> Attachment:
         """Sample in a training loop that is not yours to change.
 
         From now on a forward of ``model`` in training mode sees a sample, the same one until the next
@@ -222,6 +246,10 @@ class VariationalOptimizer(SamplingOptimizer):
 
         Between a forward and :meth:`step` the weights hold the sample. After an interrupt there,
         :meth:`discard_samples` puts the mean back.
+
+        With ``draw_ahead=True`` a fused step leaves the next sample in the weights, which saves a pass over memory.
+        Forwards, checkpoints and :meth:`posterior` are as before; whoever reads the weights themselves between two
+        steps (an average of the weights, a log of their norm) sees a sample, until :meth:`discard_samples`.
         """
         if self.mc_samples > 1:
             raise invalid(
@@ -237,7 +265,9 @@ class VariationalOptimizer(SamplingOptimizer):
                 f"attach(model): {foreign} of the optimizer's parameters are not parameters of this model. Attach the "
                 "module the optimizer was built from (not a copy), or one that contains all of them."
             )
-        return Attachment(self, model)
+        attachment = Attachment(self, model)
+        self._ledger.draws_ahead = draw_ahead
+        return attachment
 
     def _before_forward(self, training: bool) -> None:
         """What the hook does before each forward of the attached model."""
@@ -245,7 +275,7 @@ class VariationalOptimizer(SamplingOptimizer):
             return
         if not training:
             self._leave()
-        elif self._ledger.holder is None:
+        elif self._ledger.holder is None or self._ledger.drawn_ahead:
             self._enter(self._ledger.open_sample or 0, Holder.HOOK)
 
     def _leave_attached_sample(self) -> None:
@@ -268,8 +298,13 @@ class VariationalOptimizer(SamplingOptimizer):
     # -- NaN and infinity ------------------------------------------------------------------------------------
 
     def _count_unusable(self, count: Tensor) -> None:
-        total = self._ledger.unusable.setdefault(count.device, torch.zeros_like(count))
-        total += count
+        self._unusable_on(count.device).view(-1)[0] += count
+
+    def _unusable_on(self, device: torch.device) -> Tensor:
+        """Where elements that are left out are counted; the sum counts."""
+        if device not in self._ledger.unusable:
+            self._ledger.unusable[device] = new_counter(device)
+        return self._ledger.unusable[device]
 
     def _report_unusable(self, deferred: bool) -> None:
         """Warn of gradient elements that were left out. Looking is free on a CPU and stalls the queue elsewhere."""
@@ -278,7 +313,7 @@ class VariationalOptimizer(SamplingOptimizer):
         for device, total in self._ledger.unusable.items():
             if not (deferred or device.type == "cpu"):
                 continue
-            count = int(total)
+            count = int(total.sum())
             if count:
                 total.zero_()  # in place: a captured CUDA graph goes on counting here
                 warnings.warn(
@@ -326,6 +361,8 @@ class VariationalOptimizer(SamplingOptimizer):
         return compute_dtype(p)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._ledger.drawn_ahead:
+            self._leave()
         if self._ledger.plan is not None or self._ledger.saved is not None:
             raise RuntimeError(
                 "The optimizer cannot be copied or pickled while a sample is in the weights: the copy's weights would "

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from vprop import noise
-from vprop.bundles import bundles, gather, gather_or_number, limit_for, pieces_of, scatter_, scatter_add_
+from vprop.bundles import gather, gather_or_number, scatter_
 from vprop.curvature import CurvatureEstimator, Evidence, Folded
 from vprop.functional import diagonal
+from vprop.kernels.call import Curvature, Rule, Step
+from vprop.kernels.table import Role
 from vprop.likelihood import LikelihoodLike
+from vprop.noise import Stream
 from vprop.objective import Objective
+from vprop.optim import _written
 from vprop.optim._arguments import check_estimator
 from vprop.optim._base import VariationalOptimizer
+from vprop.optim._fused import (
+    Job,
+    any_sparse,
+    curvature_in_kernel,
+    next_samples,
+    rule_in_kernel,
+    same_settings,
+    settings_of,
+)
 from vprop.optim._members import (
     Marginal,
     Member,
@@ -31,28 +47,18 @@ from vprop.optim._members import (
     parameters_in,
     require_finite,
 )
+from vprop.optim._packs import Pack, PackedSample, Packs, noise_of
+from vprop.optim._written import Written, bundles_of
 from vprop.posterior import DiagonalPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
 
 
 @dataclass
-class Written:
-    """A parameter that holds a sample, with all that is needed to generate its noise again.
+class Plan:
+    """A sample of all parameters: those that kernels handle, and the others."""
 
-    ``ess`` and ``damping`` are those of the moment of writing: a group can be edited while the sample is active.
-    """
-
-    member: Member
-    draw: noise.Draw
-    sign: int
-    hess: Tensor
-    ess: float
-    damping: float | Tensor
-    mean: Tensor | None
-    offset: Tensor | None = None
-    """σ·ε, kept where the whole sample is so small that generating it again would only cost time."""
-    done: bool = False
-    """Whether the sample is in the weights: the truth also when an interrupt strikes half-way."""
+    packed: list[PackedSample]
+    written: list[Written]
 
 
 @dataclass
@@ -64,19 +70,6 @@ class _Ready:
     folded: Folded
 
 
-_Item = TypeVar("_Item", Written, _Ready)
-
-
-def _bundles(items: list[_Item]) -> Iterator[list[_Item]]:
-    """Items that can be handled as one flat tensor: of one group, device and dtype."""
-    return bundles(
-        items,
-        kind=lambda item: (item.member.group_number, item.member.p.device, item.member.p.dtype),
-        size=lambda item: item.member.p.numel(),
-        limit=lambda item: limit_for(item.member.group["foreach"], item.member.p.device),
-    )
-
-
 class DiagonalOptimizer(VariationalOptimizer):
     """Sampling and update of a diagonal Gaussian; a subclass chooses the curvature estimator.
 
@@ -84,8 +77,17 @@ class DiagonalOptimizer(VariationalOptimizer):
     and float16 weights, which are too coarse to hold it.
     """
 
+    _has_kernels = True
     _debiases_hess = False
     """Whether the rule corrects the average of the curvature for its start, and so needs the step count."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._packs = Packs()
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._packs = Packs()
+        super().__setstate__(state)
 
     @abstractmethod
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
@@ -131,45 +133,109 @@ class DiagonalOptimizer(VariationalOptimizer):
         self.state[member.p] = self._peek_state(member)
         return self.state[member.p]
 
+    # -- kernels ---------------------------------------------------------------------------------------------
+
+    def _refreshed_packs(self) -> tuple[list[Pack], list[Member]]:
+        """The parameters that kernels handle, and the others."""
+        if torch.compiler.is_compiling():  # the portable path can be traced
+            return [], list(self._members())
+        self._packs.refresh(self.param_groups, self.state, self._state, self._may_be_fused)
+        return self._packs.packs, self._packs.others
+
+    def _packs_now(self) -> tuple[list[Pack], list[Member]]:
+        """The same without looking again, for where nobody else can have done anything since."""
+        return ([], list(self._members())) if torch.compiler.is_compiling() else (self._packs.packs, self._packs.others)
+
+    def _may_be_fused(self, group: dict[str, Any]) -> bool:
+        return self._has_kernels and group["fused"] is not False and (group["fused"] or group["foreach"] is None)
+
+    def _job_settings(self, pack: Pack) -> tuple[Rule, float | Tensor] | None:
+        """The update that a kernel makes for a pack, and its step size; ``None`` if no kernel makes it."""
+        group, damping = pack.group, pack.members[0].damping
+        rule, lr = rule_in_kernel(self._rule(group)), self._step_size(group, damping)
+        if rule is None or (isinstance(damping, Tensor) and lr is not group["lr"]):
+            return None
+        return rule, lr
+
+    def _direct(self, pack: Pack) -> tuple[Curvature, float] | None:
+        """How a kernel makes ĥ of the gradients of this step, if it can without our folding them."""
+        if self._job_settings(pack) is None or not self._unedited(pack.group_number):
+            return None
+        group = pack.group
+        return curvature_in_kernel(self._curvature(group), group["mc_samples"], pack.members[0].ess)
+
+    def _unedited(self, group_number: int) -> bool:
+        """Whether a group is as it was when the samples of this step were drawn."""
+        drawn, now = self._ledger.settings.get(group_number), settings_of(self.param_groups[group_number])
+        return drawn is None or same_settings(drawn, now)
+
+    def _fits_drawn_ahead(self) -> bool:
+        packs, others = self._refreshed_packs()
+        drawn = [sample.pack for sample in self._ledger.plan.packed]
+        return (
+            self.mc_samples == 1
+            and not others
+            and len(packs) == len(drawn)
+            and all(map(is_, packs, drawn))
+            and all(self._unedited(number) for number in self._ledger.settings)
+        )
+
     # -- samples ---------------------------------------------------------------------------------------------
 
-    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> list[Written]:
-        plan = []
-        for member in self._members():
-            # Evaluation must leave no trace, so it looks at a state that it does not keep.
-            state = self._state(member) if evaluation_draw is None else self._peek_state(member)
-            mean = None
-            if "mean" in state:
-                mean = mean_of(member.p, state)
-                if evaluation_draw is None:
-                    state["mean"].copy_(mean)
-            plan.append(self._address(member, state, sample, evaluation_draw, mean))
+    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> Plan:
+        if evaluation_draw is None:
+            packs, others = self._refreshed_packs()
+            self._ledger.settings = {i: settings_of(group) for i, group in enumerate(self.param_groups)}
+            packed = []
+            for pack in packs:
+                pack.look_at_counts()
+                packed.append(PackedSample(pack, noise_of(pack.group, sample, Stream.TRAINING), pack.table, sample))
+            return Plan(packed, [self._written(member, sample, None) for member in others])
+        # Evaluation must leave no trace, so where there is no state yet it looks at one that it does not keep.
+        if not all(self.state.get(member.p) for member in self._members()):
+            return Plan([], [self._written(member, sample, evaluation_draw) for member in self._members()])
+        packs, others = self._refreshed_packs()
+        packed = [
+            PackedSample(pack, noise_of(pack.group, 0, Stream.EVALUATION), pack.table.at_step(evaluation_draw), sample)
+            for pack in packs
+            if Role.MEAN not in pack.table.roles  # a kernel would bring the float32 mean up to date
+        ]
+        others = others + [member for pack in packs if Role.MEAN in pack.table.roles for member in pack.members]
+        return Plan(packed, [self._written(member, sample, evaluation_draw) for member in others])
+
+    def _written(self, member: Member, sample: int, evaluation_draw: int | None) -> Written:
+        state = self._state(member) if evaluation_draw is None else self._peek_state(member)
+        mean = None
+        if "mean" in state:
+            mean = mean_of(member.p, state)
             if evaluation_draw is None:
-                self._ledger.scales[member.p] = (member.ess, member.damping)
-        return plan
+                state["mean"].copy_(mean)
+        return self._address(member, state, sample, evaluation_draw, mean)
 
-    def _write_sample(self, plan: list[Written]) -> None:
-        keep = _small_enough_to_keep(plan)
-        for bundle in _bundles(plan):
-            params, offset = [entry.member.p for entry in bundle], _offset(bundle)
-            if keep:
-                for entry, piece in zip(bundle, pieces_of(params, offset), strict=True):
-                    entry.offset = piece
-            if bundle[0].mean is None:
-                scatter_add_(params, offset)
-            else:
-                scatter_(params, gather([entry.mean for entry in bundle if entry.mean is not None]) + offset)
-            for entry in bundle:
-                entry.done = True
+    def _write_sample(self, plan: Plan) -> None:
+        for sample in plan.packed:
+            sample.write()
+        _written.write(plan.written)
 
-    def _restore_mean(self, plan: list[Written]) -> None:
-        for bundle in _bundles([entry for entry in plan if entry.done]):
-            if bundle[0].mean is None:
-                scatter_add_([entry.member.p for entry in bundle], -_offset(bundle))
-            for entry in bundle:
-                if entry.mean is not None:
-                    entry.member.p.copy_(entry.mean)
-                entry.done = False
+    def _restore_mean(self, plan: Plan) -> None:
+        for sample in plan.packed:
+            if sample.done:
+                self._take_out(sample)
+        _written.restore(plan.written)
+
+    def _take_out(self, sample: PackedSample) -> None:
+        """Put the mean back: by the kernel, or without it where the weights have been moved since."""
+        if not torch.compiler.is_compiling() and sample.pack.is_current():
+            sample.take_out()
+            return
+        entries = []
+        for member, state in zip(sample.pack.members, sample.pack.states, strict=True):
+            entries.append(self._address(member, state, sample.sample, None, state.get("mean")))
+            entries[-1].ess, entries[-1].done = sample.noise.ess, True
+            if not isinstance(member.prior_precision, Tensor):
+                entries[-1].damping = sample.noise.damping
+        _written.restore(entries)
+        sample.done = False
 
     def _address(
         self,
@@ -203,20 +269,36 @@ class DiagonalOptimizer(VariationalOptimizer):
                 self._ledger.observed[p] = sign * value.detach().to(compute_dtype(p))
 
     def _fold(self) -> None:
-        taking_part = [m for m in self._members() if m.p.grad is not None or m.p in self._ledger.folded]
+        packs, others = self._refreshed_packs()
+        folding = []
+        for pack in packs:
+            if self._direct(pack) is None:
+                folding += pack.members
+            elif (self._ledger.open_sample or 0) + 1 < self.mc_samples:
+                for member in pack.members:
+                    if member.p.grad is not None:
+                        self._ledger.partners[member.p] = gradient_of(member, copy=True)
+        self._fold_members(folding + others)
+
+    def _fold_members(self, members: list[Member]) -> None:
+        ledger = self._ledger
+        taking_part = [m for m in members if m.p.grad is not None or m.p in ledger.folded or m.p in ledger.partners]
         noises = self._noises([m for m in taking_part if self._curvature(m.group).needs_noise])
         for member in taking_part:
             p, folded = member.p, self._ledger.folded.get(member.p)
             estimator, several = self._curvature(member.group), member.group["mc_samples"] > 1
             grad = gradient_of(member, copy=several and folded is None)
+            partner = ledger.partners.pop(p, None)
+            if partner is not None:  # kept for a kernel that will not read it after all
+                folded = estimator.fold(None, Evidence(partner))
             if folded is None:
                 # Samples in which the parameter took no part count with the gradient they had: zero.
-                for _ in range(self._ledger.folded_samples):
+                for _ in range(ledger.folded_samples):
                     folded = estimator.fold(folded, _nothing_seen(grad))
-            observed = self._ledger.observed.pop(p, None)
+            observed = ledger.observed.pop(p, None)
             if observed is None and estimator.needs_objective:
                 observed = torch.zeros_like(grad)
-            self._ledger.folded[p] = estimator.fold(folded, Evidence(grad, observed, noises.get(p)))
+            ledger.folded[p] = estimator.fold(folded, Evidence(grad, observed, noises.get(p)))
 
     def _noises(self, members: list[Member]) -> dict[Tensor, Tensor]:
         """ε of the open sample, generated again."""
@@ -224,28 +306,147 @@ class DiagonalOptimizer(VariationalOptimizer):
         if not members or sample is None or self.mc_samples == 0:
             return {}
         draws = [draw_of(member, self._state(member), sample, None) for member in members]
-        generated = noise.normals_like([member.p for member in members], [draw for draw, _ in draws])
+        portable = not all(self._may_be_fused(member.group) for member in members)
+        generated = noise.normals_like([m.p for m in members], [draw for draw, _ in draws], portable=portable)
         return {members[i].p: eps.mul_(draws[i][1]) for i, eps in generated}
 
     def _update(self) -> None:
-        ready = []
-        for member in self._members():
-            folded = self._ledger.folded.pop(member.p, None)
-            if folded is None:
+        self._ledger.clipped = {}
+        if self._start_and_stop_momenta():
+            self._refreshed_packs()
+        packs, others = self._packs_now()
+        jobs, unfused = [], list(others)
+        for pack in packs:
+            job = self._job(pack)
+            if job is None:
+                unfused += pack.members
+            else:
+                jobs.append(job)
+        draws_ahead = self._draws_ahead() and not unfused
+        self._take_out_for(jobs)
+        for job in jobs:
+            self._run(job, draws_ahead)
+        if draws_ahead:
+            self._ledger.next_plan = Plan(next_samples(jobs), [])
+        self._update_unfused(unfused)
+
+    def _draws_ahead(self) -> bool:
+        """Whether the step leaves the next sample in the weights. A prior that follows the posterior needs the mean."""
+        follows = any(group.get("auto_prior") is not None for group in self.param_groups)
+        return self._ledger.draws_ahead and self.mc_samples == 1 and not follows
+
+    def _active_samples(self) -> dict[int, PackedSample]:
+        """The packs' samples that are in the weights, by the identity of the pack."""
+        plan = self._ledger.plan
+        return {} if plan is None else {id(sample.pack): sample for sample in plan.packed if sample.done}
+
+    def _job(self, pack: Pack) -> Job | None:
+        """What a kernel is asked to do for a pack; ``None`` if the update is not one that it knows."""
+        settings, group = self._job_settings(pack), pack.group
+        if settings is None:
+            return None
+        rule, lr = settings
+        direct, others = self._direct(pack), list[Tensor | None]()
+        grads: list[Tensor | None]
+        if direct is None:
+            folded = [self._ledger.folded.pop(p, None) for p in pack.params]
+            curvature, scale = Curvature.GIVEN, 1.0
+            grads = [None if f is None else f.grad for f in folded]
+            others = [
+                None if f is None else self._estimate(member, state, f)
+                for member, state, f in zip(pack.members, pack.states, folded, strict=True)
+            ]
+        else:
+            (curvature, scale), grads = direct, [p.grad for p in pack.params]
+            if any_sparse(grads):
+                for member in pack.members:
+                    gradient_of(member, copy=False)  # says which, and what to do
+            if curvature is Curvature.PAIR:
+                others = [self._ledger.partners.pop(p, None) for p in pack.params]
+                for i, (p, grad, other) in enumerate(zip(pack.params, grads, others, strict=True)):
+                    if grad is None and other is not None:
+                        grads[i] = torch.zeros_like(p)
+                    elif other is None and grad is not None:
+                        others[i] = torch.zeros_like(pack.states[i]["hess"])
+        last = max(1, group["mc_samples"]) - 1
+        step = Step(
+            noise=noise_of(group, last, Stream.TRAINING),
+            sampled=id(pack) in self._active_samples() and self._unedited(pack.group_number),
+            next_source=None,
+            curvature=curvature,
+            scale=scale,
+            rule=rule,
+            lr=lr,
+            betas=group["betas"],
+            clip_radius=group["clip_radius"],
+            grad_sign=-1 if group["maximize"] and direct is not None else 1,
+        )
+        return Job(pack, step, grads, others)
+
+    def _estimate(self, member: Member, state: dict[str, Tensor], folded: Folded) -> Tensor:
+        """ĥ of a parameter."""
+        estimator, precision = self._curvature(member.group), None
+        if estimator.needs_noise:
+            precision = self._sampled_precision([_Ready(member, state, folded)], state["hess"])
+        return estimator.hess(folded, member.ess, precision)
+
+    def _take_out_for(self, jobs: list[Job]) -> None:
+        """Put the mean back wherever no job will."""
+        taken_by_jobs = {id(job.pack) for job in jobs if job.step.sampled}
+        for pack_id, sample in self._active_samples().items():
+            if pack_id not in taken_by_jobs:
+                self._take_out(sample)
+        if self._ledger.plan is not None:
+            _written.restore(self._ledger.plan.written)
+
+    def _run(self, job: Job, draws_ahead: bool) -> None:
+        pack = job.pack
+        if draws_ahead:
+            job.step = replace(job.step, next_source=job.step.noise.source)
+        sample = self._active_samples().get(id(pack))
+        try:
+            job.run(self._unusable_on(pack.table.device), self._ledger.captured.append)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, which backends pass on when their work is done
+            if sample is not None:
+                sample.done = False
+            raise
+        if sample is not None:
+            sample.done = False
+        if job.step.clips:
+            self._ledger.clipped.setdefault(pack.group_number, []).append((pack.table.clipped, pack.size))
+
+    def _start_and_stop_momenta(self) -> bool:
+        """Make the state match β₁, which can be edited between steps; returns whether that changed a pack."""
+        packs, others = self._packs_now()
+        wrong = [pack.members for pack in packs if pack.has_momentum() != (pack.group["betas"][0] > 0)]
+        for member in chain(*wrong, others):
+            folded, state, beta1 = self._ledger.folded.get(member.p), self._state(member), member.group["betas"][0]
+            partner = self._ledger.partners.get(member.p)
+            if folded is None and partner is None and member.p.grad is None:
                 continue
-            state, beta1 = self._state(member), member.group["betas"][0]
             if beta1 == 0:
                 state.pop("momentum", None)
             elif "momentum" not in state:
                 # Zero at the first step. Later it starts as if all gradients so far had been this one, so that the
                 # debiased average does too.
-                averaged = self._averaged(member, state, folded.grad)
+                grad = gradient_of(member, copy=False) if folded is None else folded.grad
+                if partner is not None:
+                    grad = torch.lerp(partner, grad, 0.5)
+                averaged = self._averaged(member, state, grad)
                 late = averaged * (1 - beta1 ** state["step"].to(state["hess"].dtype))
                 state["momentum"] = torch.where(torch.isfinite(averaged), late, 0)  # 0·NaN is NaN, for ever
-            state["step"] += 1
-            ready.append(_Ready(member, state, folded))
-        self._ledger.clipped = {}
-        for bundle in _bundles(ready):
+        return bool(wrong)
+
+    def _update_unfused(self, members: list[Member]) -> None:
+        ready = []
+        for member in members:
+            folded = self._ledger.folded.pop(member.p, None)
+            if folded is not None:
+                ready.append(_Ready(member, self._state(member), folded))
+                ready[-1].state["step"] += 1
+        for bundle in bundles_of(ready):
             self._update_bundle(bundle)
 
     def _update_bundle(self, bundle: list[_Ready]) -> None:
@@ -288,8 +489,10 @@ class DiagonalOptimizer(VariationalOptimizer):
 
     def _sampled_precision(self, bundle: list[_Ready], hess: Tensor) -> Tensor:
         """1/σ² of this step's samples. The group may have been edited since they were drawn."""
-        scales = [self._ledger.scales.get(i.member.p, (i.member.ess, i.member.damping)) for i in bundle]
-        return diagonal.precision(hess, scales[0][0], gather_or_number([damping for _, damping in scales]))
+        first = bundle[0].member
+        ess, prior = self._ledger.settings.get(first.group_number, settings_of(first.group))
+        dampings = [(prior[item.member.position] if isinstance(prior, list) else prior) / ess for item in bundle]
+        return diagonal.precision(hess, ess, gather_or_number(dampings))
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
@@ -357,27 +560,3 @@ def _steps(states: list[dict[str, Tensor]]) -> Tensor:
         return states[0]["step"].to(states[0]["hess"].dtype)
     counts = torch.stack([state["step"] for state in states]).to(states[0]["hess"])
     return gather([count.expand_as(state["hess"]) for count, state in zip(counts, states, strict=True)])
-
-
-KEPT_ELEMENTS = 1 << 20
-"""A sample of at most this many weights on a CPU is kept until it is taken out of them."""
-
-
-def _small_enough_to_keep(plan: list[Written]) -> bool:
-    on_cpu = all(entry.member.p.device.type == "cpu" for entry in plan)
-    return on_cpu and sum(entry.member.p.numel() for entry in plan) <= KEPT_ELEMENTS
-
-
-def _offset(bundle: list[Written]) -> Tensor:
-    """σ·ε of a bundle, gathered: as it was kept, or generated again."""
-    kept = [entry.offset for entry in bundle if entry.offset is not None]
-    if len(kept) == len(bundle):
-        return gather(kept)
-    noises = dict(noise.normals_like([entry.member.p for entry in bundle], [entry.draw for entry in bundle]))
-    perturbation = diagonal.perturbation(
-        gather([entry.hess for entry in bundle]),
-        gather([noises[i] for i in range(len(bundle))]),
-        bundle[0].ess,
-        gather_or_number([entry.damping for entry in bundle]),
-    )
-    return perturbation.mul_(bundle[0].sign)

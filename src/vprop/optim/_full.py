@@ -206,6 +206,7 @@ class FullOptimizer(VariationalOptimizer):
         self._ledger.observed_all = None
 
     def _update(self) -> None:
+        self._leave()
         folded, everyone = self._ledger.folded_all, self._members()
         if folded is None:
             return

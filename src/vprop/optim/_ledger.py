@@ -36,16 +36,27 @@ class Ledger:
     open_sample: int | None = None
     """The sample whose gradient is, or will be, in ``p.grad``."""
     folded_samples: int = 0
-    scales: dict[Tensor, tuple[float, float | Tensor]] = field(default_factory=dict)
-    """(ess, δ) that the samples were drawn with, by parameter."""
+    settings: dict[int, tuple[float, Any]] = field(default_factory=dict)
+    """(ess, λ) that the samples were drawn with, by group."""
     folded: dict[Tensor, Any] = field(default_factory=dict)
     """What the structure has folded of the samples before the open one, by parameter."""
+    partners: dict[Tensor, Tensor] = field(default_factory=dict)
+    """The gradients of the first sample of a pair, which a kernel will read, by parameter."""
     observed: dict[Tensor, Tensor] = field(default_factory=dict)
     """What the curvature estimator saw of the objective at the open sample, by parameter."""
     folded_all: Folded | None = None
     observed_all: Tensor | None = None
     """The same two of all parameters as one vector, for the full structure."""
     factor: KeptFactor | None = None
+
+    draws_ahead: bool = False
+    """Whether a step may leave the next sample in the weights."""
+    next_plan: Any = None
+    """How to take out the sample that the update left in the weights."""
+    drawn_ahead: bool = False
+    """Whether the active sample was left by the last step, and no forward has seen it yet."""
+    captured: list[Any] = field(default_factory=list)
+    """What CUDA graphs read: it must live as long as they may run."""
 
     evaluation_draws: int = 0
     snapshots: int = 0
@@ -68,6 +79,6 @@ class Ledger:
     def forget_samples(self) -> None:
         """Start the step over."""
         self.holder = self.plan = self.saved = self.open_sample = None
-        self.folded_samples = 0
-        self.folded, self.observed, self.scales = {}, {}, {}
+        self.folded_samples, self.drawn_ahead = 0, False
+        self.folded, self.partners, self.observed, self.settings = {}, {}, {}, {}
         self.folded_all = self.observed_all = None

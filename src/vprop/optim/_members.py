@@ -113,10 +113,15 @@ def draw_of(
     if evaluation_draw is not None:
         return noise.Draw(group["seed"], member.number, evaluation_draw, stream=noise.Stream.EVALUATION), 1
     step: noise.Word = state["step"] if group["capturable"] else int(state["step"])
-    sign = 1
+    number, sign = signed_sample(group, sample)
+    return noise.Draw(group["seed"], member.number, step, number), sign
+
+
+def signed_sample(group: dict[str, Any], sample: int) -> tuple[int, int]:
+    """Which noise a sample uses, and its sign: two antithetic ones share theirs."""
     if group["antithetic"]:
-        sample, sign = sample // 2, -1 if sample % 2 else 1
-    return noise.Draw(group["seed"], member.number, step, sample), sign
+        return sample // 2, -1 if sample % 2 else 1
+    return sample, 1
 
 
 def label_draw_of(member: Member, state: dict[str, Tensor], sample: int) -> noise.Draw:

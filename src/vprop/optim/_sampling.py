@@ -38,6 +38,10 @@ class SamplingOptimizer(Optimizer):
     def _restore_mean(self, plan: Any) -> None:
         """Put the mean back, from the weights and the noise, generated again. Undoes a half-done write, too."""
 
+    def _fits_drawn_ahead(self) -> bool:
+        """Whether the sample that the last step left in the weights is still the one to draw."""
+        return False
+
     @abstractmethod
     def _fold(self) -> None:
         """Fold ``p.grad`` of all parameters, the gradient at one sample, into this step's statistics."""
@@ -79,8 +83,8 @@ class SamplingOptimizer(Optimizer):
             yield
 
     @contextmanager
-    def _active_sample(self, sample: int) -> Iterator[None]:
-        """A sample of the coming step, for a block of code."""
+    def _active_sample(self, sample: int, *, stays: bool = False) -> Iterator[None]:
+        """A sample of the coming step, for a block of code; it may stay in the weights for the update to take out."""
         try:
             self._enter(sample, Holder.CALLER)
             yield
@@ -89,7 +93,10 @@ class SamplingOptimizer(Optimizer):
             self._leave()
             self._ledger.forget_samples()
             raise
-        self._leave()
+        if stays:
+            self._ledger.holder = None
+        else:
+            self._leave()
 
     @contextmanager
     def _active_evaluation(self, sample: int) -> Iterator[None]:
@@ -108,6 +115,9 @@ class SamplingOptimizer(Optimizer):
 
     def _enter(self, sample: int, holder: Holder) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
+        if self._ledger.drawn_ahead and sample == 0 and self._fits_drawn_ahead():
+            self._ledger.holder, self._ledger.drawn_ahead = holder, False
+            return
         self._leave()
         count = self.mc_samples
         if not 0 <= sample < max(1, count):
@@ -148,6 +158,8 @@ class SamplingOptimizer(Optimizer):
         The holder goes first: should an interrupt strike half-way, the next call carries on from there.
         """
         self._ledger.holder = None
+        if self._ledger.drawn_ahead:  # nobody saw it, so it does not count as drawn
+            self._ledger.open_sample, self._ledger.drawn_ahead = None, False
         if self._ledger.saved is not None:
             for p, mean in self._ledger.saved:
                 p.copy_(mean)

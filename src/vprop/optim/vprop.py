@@ -49,9 +49,12 @@ class Vprop(DiagonalOptimizer):
         clip_radius: bound on each element of the preconditioned step, before ``lr``.
         seed: key of the noise.
         maximize: the loss is a log-likelihood to maximize.
-        foreach: update many parameters as one flat tensor: fewer operations, more temporary memory, the same result.
-            ``True`` for all of a group together, ``False`` for one at a time, ``None`` for bundles of small ones.
-        fused: reserved for a fused kernel with the same result; ``None`` or ``False`` in this version.
+        foreach: ask for torch's own operations, which run on any device and can be compiled, in place of kernels:
+            ``True`` for all parameters of a group as one flat tensor, ``False`` for one at a time. The same result to
+            rounding.
+        fused: ``True`` asks for kernels that sample and update in one pass over memory, and is an error where there
+            are none; ``False`` forbids them; ``None`` takes them where they are, unless ``foreach`` is given. There are
+            kernels for float32, bfloat16 and float16 parameters on CUDA (Triton) and CPU.
         capturable: keep the step count on the device, so that a CUDA graph can capture sampling and step.
         sampled_fisher: take the curvature from labels drawn from the model in place of the observed ones, which makes
             it the Fisher; ``step`` then needs a :class:`vprop.Objective`, and each sample costs a second gradient.

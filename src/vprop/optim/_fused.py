@@ -1,0 +1,133 @@
+"""From an optimizer's group to what a kernel is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vprop import kernels
+from vprop.curvature import CurvatureEstimator
+from vprop.curvature.centered import AntitheticSpread, SampleSpread
+from vprop.curvature.price import Price
+from vprop.curvature.squared_gradient import MeanSquare, SquaredGradient
+from vprop.functional import diagonal
+from vprop.kernels.call import Curvature, Rule, Step
+from vprop.kernels.table import Role
+from vprop.optim._packs import Pack, PackedSample
+
+_DTYPE = attrgetter("dtype")
+
+
+def curvature_in_kernel(estimator: CurvatureEstimator, samples: int, ess: float) -> tuple[Curvature, float] | None:
+    """How a kernel makes ĥ of the gradients themselves, with its factor; ``None`` if the samples must be folded.
+
+    By exact type: a subclass may fold differently.
+    """
+    kind = type(estimator)
+    if samples <= 1 and kind is SquaredGradient:
+        return Curvature.SQUARE, ess
+    if samples <= 1 and kind is MeanSquare:
+        return Curvature.SQUARE, 1.0
+    if samples == 1 and kind is Price:
+        return Curvature.PRICE, 1.0
+    if samples == 2 and kind is AntitheticSpread:
+        return Curvature.PAIR, ess
+    if samples == 2 and kind is SampleSpread:
+        return Curvature.PAIR, 2 * ess  # the sample variance of two is half the squared difference
+    return None
+
+
+def rule_in_kernel(rule: Callable[..., diagonal.Step]) -> Rule | None:
+    """The kernel's name of an update of ``functional/diagonal.py``; ``None`` if it has none."""
+    riemannian = False
+    if isinstance(rule, partial) and not rule.args and set(rule.keywords) == {"riemannian"}:
+        riemannian, rule = rule.keywords["riemannian"], rule.func
+    if rule is diagonal.vadam_step:
+        return Rule.VADAM
+    if rule is diagonal.natural_gradient_step:
+        return Rule.RIEMANNIAN if riemannian else Rule.CLAMPED
+    return None
+
+
+@dataclass
+class Job:
+    """An update of a pack: what goes in beside the pack's own tensors."""
+
+    pack: Pack
+    step: Step
+    grads: list[Any]
+    """Of all parameters of the pack; ``None`` for one that takes no part."""
+    others: list[Any]
+    """ĥ, or the first gradient of a pair, likewise; or nothing."""
+
+    def run(self, unusable: Tensor, keep: Callable[[Any], None]) -> None:
+        """Count the step and launch the kernel. ``keep`` gets what a CUDA graph in capture will read."""
+        pack, table = self.pack, self.pack.table
+        missing = list(map(is_, self.grads, repeat(None)))
+        pack.count_step([not out for out in missing] if any(missing) else None)
+        pack.look_at_counts()
+        if pack.group["capturable"] and table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            keep(table)
+            table = table.for_capture()
+            keep(table)
+        grads, table.grad_dtype = _of_one_kind(self.grads, present_in(self.grads, missing), table.weight_dtype)
+        held = []  # copies must live until the kernel is launched
+        for role, column in ((Role.GRAD, grads), (Role.OTHER, self.others)):
+            if column:
+                held.append(pack.in_layout(column, present_in(column, missing)))
+                host = table.point(role, _addresses(held[-1], missing))
+                if table is not pack.table:
+                    keep(host)
+        table.unusable = unusable
+        if self.step.clips:
+            table.clipped.zero_()
+        pack.backend.step(table, self.step)
+        pack.tell_autograd()
+
+
+def present_in(tensors: list[Any], missing: list[bool]) -> list[Tensor]:
+    """Those that are there."""
+    return [t for t, out in zip(tensors, missing, strict=True) if not out] if any(missing) else tensors
+
+
+def _addresses(tensors: list[Any], missing: list[bool]) -> list[int]:
+    if any(missing):
+        return [0 if out else tensor.data_ptr() for tensor, out in zip(tensors, missing, strict=True)]
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _of_one_kind(tensors: list[Any], present: list[Tensor], usual: torch.dtype) -> tuple[list[Any], torch.dtype]:
+    """The gradients with their dtype: as they are if a kernel can read them, else in float32."""
+    dtypes = set(map(_DTYPE, present)) or {usual}
+    if len(dtypes) == 1 and dtypes <= set(kernels.DTYPES) and not any(map(Tensor.is_neg, present)):
+        return tensors, dtypes.pop()
+    return [None if t is None else t.resolve_neg().to(torch.float32) for t in tensors], torch.float32
+
+
+def any_sparse(grads: list[Any]) -> bool:
+    """Whether a gradient is not a dense tensor."""
+    return any(grad is not None and grad.layout != torch.strided for grad in grads)
+
+
+def next_samples(jobs: list[Job]) -> list[PackedSample]:
+    """The samples that the jobs left in the weights."""
+    return [PackedSample(job.pack, job.step.noise, job.pack.table, sample=0, done=True) for job in jobs]
+
+
+def settings_of(group: dict[str, Any]) -> tuple[float, Any]:
+    """What the width of a sample depends on beside h: equal as long as nobody edits the group."""
+    return group["num_data"] / group["temperature"], group["prior_precision"]
+
+
+def same_settings(one: tuple[float, Any], other: tuple[float, Any]) -> bool:
+    """Whether two samples of equal h are equally wide."""
+    if isinstance(one[1], list) or isinstance(other[1], list):
+        return one[0] == other[0] and one[1] is other[1]
+    return one == other
