@@ -12,12 +12,14 @@ except ImportError:
     sys.exit('The vprop command needs the lab extra: pip install "vprop[lab]"')
 
 import vprop
+from vprop.lab.bench import commands as bench_commands
 from vprop.lab.comparison.commands import compare
 from vprop.lab.data import commands as data_commands
 from vprop.lab.experiments.commands import reproduce
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 app.add_typer(data_commands.app, name="data")
+app.add_typer(bench_commands.app, name="bench")
 app.command()(reproduce)
 app.command()(compare)
 

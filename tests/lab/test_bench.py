@@ -1,0 +1,465 @@
+"""`vprop bench`: what its result files promise, how it counts, and what it refuses. Nothing here depends on a clock."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from vprop.lab.bench import clock, contenders, limits, memory, models, output, peers, show, step, sweep, train
+from vprop.lab.bench.contenders import Contender, Ready
+from vprop.lab.bench.errors import BenchError, Unavailable
+from vprop.lab.bench.tensors import Tensors
+from vprop.lab.cli import app
+
+CPU = torch.device("cpu")
+TINY = ("--device", "cpu", "--threads", "1", "--quick", "--params", "2000", "--tensors", "3")
+SPREAD = {"median", "low", "high", "least", "count"}
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """The command sets the number of threads of this process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
+
+
+def fails(result, *words):
+    assert result.exit_code == 1, result.output
+    message = " ".join(result.output.split())
+    assert message.startswith("Error: ")
+    for word in words:
+        assert word in message
+    assert "Traceback" not in message
+
+
+def one(name):
+    return contenders.by_name(name)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """Of a run of `vprop bench step`, with what it showed."""
+    path = tmp_path_factory.mktemp("bench") / "step.json"
+    picked = ("RMSprop", "AdamW fused", "Vprop default", "Vprop centred default", "ivon-opt")
+    done = bench("step", *TINY, "--json", path, "--sweep", *(word for name in picked for word in ("--only", name)))
+    assert done.exit_code == 0, done.output
+    return json.loads(path.read_text()) | {"shown": done.output}
+
+
+class TestStep:
+    def test_the_file_says_where_it_comes_from(self, result):
+        assert result["command"].startswith("vprop bench")
+        assert {"vprop", "torch", "threads", "device", "processor", "peers"} <= set(result["environment"])
+        assert result["settings"]["params"] == 3 * (2000 // 3 + 1) - 3 * (667 % 4)
+        assert result["settings"]["tensors"] == 3
+        assert result["copy"]["bytes"] == 8 * result["settings"]["params"]
+
+    def test_rows_have_what_is_promised(self, result):
+        rows = {row["name"]: row for row in result["rows"] if row["available"]}
+        assert {"RMSprop default", "AdamW fused", "Vprop default closure", "Vprop default attach"} <= set(rows)
+        for row in rows.values():
+            assert SPREAD == set(row["time"]) == set(row["reference_time"])
+            assert row["time"]["low"] <= row["time"]["median"] <= row["time"]["high"]
+            assert row["wall"] is None  # which is the same thing on a CPU
+
+    def test_ratios_are_those_of_the_medians(self, result):
+        rate = result["copy"]["bytes_per_second"]
+        for row in (row for row in result["rows"] if row["available"]):
+            median = row["time"]["median"]
+            assert row["ratio"] == pytest.approx(median / row["reference_time"]["median"])
+            limit = row["bytes_per_param"] * result["settings"]["params"] / rate
+            assert row["limit"] == pytest.approx(limit)
+            assert row["times_limit"] == pytest.approx(median / limit)
+            assert row["bandwidth_fraction"] == pytest.approx(limit / median)
+        assert next(row for row in result["rows"] if row["name"] == "RMSprop default")["ratio"] == 1
+
+    def test_who_cannot_take_part_is_listed_with_the_reason(self, result):
+        row = next(row for row in result["rows"] if row["name"] == "RMSprop CUDA graph")
+        if not torch.cuda.is_available():
+            assert not row["available"]
+            assert row["reason"] == "a CUDA graph needs a CUDA device"
+            assert "Not available here: RMSprop CUDA graph" in result["shown"]
+
+    def test_sweeps_go_along_parameters_and_tensors(self, result):
+        for along, key in (("parameters", "params"), ("tensors", "tensors")):
+            rows = [row for row in result["sweep"][along] if row["available"] and row["name"] == "RMSprop default"]
+            assert len(rows) >= 3
+            assert all(a[key] < b[key] for a, b in pairwise(rows))
+
+    def test_plots_are_drawn_from_the_file(self, result, tmp_path):
+        path = tmp_path / "result.json"
+        output.save(result, path)
+        done = bench("plot", path, "--out", tmp_path / "plots")
+        assert done.exit_code == 0, done.output
+        assert {p.name for p in (tmp_path / "plots").iterdir()} == {"result-parameters.png", "result-tensors.png"}
+
+
+class TestContenders:
+    def test_all_methods_paths_and_loops_are_there(self):
+        names = [contender.name for contender in contenders.contenders()]
+        assert len(names) == len(set(names))
+        for method in ("Vprop", "Vprop centred", "IVON", "Vadam"):
+            for path in ("fused", "default", "foreach", "for-loop"):
+                assert f"{method} {path} closure" in names
+                assert f"{method} {path} context" in names
+        assert {"Vprop fused draw ahead", "SGD fused", "RMSprop foreach", "Pyro BBVI"} <= set(names)
+        assert names[0] == contenders.REFERENCE
+
+    @pytest.mark.parametrize("loop", ["closure", "context", "attach"])
+    @pytest.mark.parametrize("method", ["Vprop", "Vprop centred", "IVON", "Vadam"])
+    def test_a_call_is_one_step_with_a_sample(self, method, loop):
+        """The weights are moved by the noiseless step: the mean is back in them, and gradients are left in place."""
+        if method == "Vprop centred" and loop == "attach":
+            pytest.skip("several samples need a closure or a context")
+        tensors = Tensors(40, 2, CPU)
+        before = [weight.clone() for weight in tensors.weights]
+        ready = one(f"{method} for-loop {loop}").ready(tensors)
+        (call,) = ready.stages.values()
+        call()
+        params = ready.kept[0].params if loop == "attach" else ready.kept
+        for param, weight, grad in zip(params, before, tensors.grads, strict=True):
+            torch.testing.assert_close(param.detach(), weight, rtol=0, atol=1e-5)
+            assert not torch.equal(param, weight)
+            assert param.grad is grad
+
+    def test_the_parts_are_sample_restore_and_step(self):
+        tensors = Tensors(40, 2, CPU)
+        ready = contenders._ours(contenders.METHODS[0], "for-loop", "in parts").ready(tensors)
+        assert list(ready.stages) == ["sample", "restore", "step"]
+        mean = tensors.weights[0].clone()
+        ready.stages["sample"]()
+        assert (tensors.weights[0] - mean).abs().max() > 1e-4
+        ready.stages["restore"]()
+        torch.testing.assert_close(tensors.weights[0], mean, rtol=0, atol=1e-7)
+
+    def test_a_path_that_is_refused_is_not_available(self):
+        def refuse(tensors):
+            raise ValueError("Invalid fused=True: not here.\nMore text.")
+
+        with pytest.raises(Unavailable, match=r"^Invalid fused=True: not here\.$"):
+            Contender("Some", "fused", "", refuse, "vprop").ready(Tensors(4, 1, CPU))
+
+    def test_a_peer_that_is_not_installed_is_said_so(self):
+        absent = peers.Peer("Absent", "no_such_module", "no-such-package", lambda tensors: None, "", 0)
+        with pytest.raises(Unavailable, match=r"^not installed: pip install no-such-package$"):
+            peers.require(absent)
+        assert peers.version("no-such-package") is None
+
+    @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
+    def test_peers_make_a_step_where_they_are_installed(self, peer):
+        pytest.importorskip(peer.module)
+        call, plain = peer.build(Tensors(600, 2, CPU))
+        call()
+        call()
+        if plain is not None:
+            plain()
+
+    def test_what_a_peer_must_do_anyway_is_not_counted(self):
+        def build(tensors):
+            return Ready({"step": lambda: sum(range(2000))}, plain=lambda: sum(range(1000)))
+
+        rows = []
+        plan = step.Plan(CPU, budget=0.0)
+        step.measure([Contender("Fake", "", "", build, "peer")], Tensors(8, 1, CPU), plan, rows)
+        (row,) = rows
+        left = max(0.0, row["whole"]["median"] - row["not_counted"]["median"])
+        assert row["time"]["median"] == pytest.approx(left)
+
+
+class TestLimits:
+    def test_bytes_are_those_of_the_tensors_that_are_read_and_written(self):
+        tensor = 4
+        read_mean_and_hess_write_sample = 3 * tensor
+        read_weight_grad_hess_write_mean_hess = 5 * tensor
+        assert limits.loop_bytes("sample") == read_mean_and_hess_write_sample == 12
+        assert limits.loop_bytes("step") == read_weight_grad_hess_write_mean_hess == 20
+        assert limits.loop_bytes("closure") == limits.loop_bytes("attach") == 32
+        assert limits.loop_bytes("context") == 32 + limits.loop_bytes("restore")
+        assert limits.loop_bytes("draw ahead") == 20
+        assert limits.loop_bytes("closure", momentum=True) == 32 + 2 * tensor
+        assert limits.loop_bytes("closure", pair=True) == 12 + 12 + 24
+
+    def test_contenders_have_the_bytes_of_their_method(self):
+        assert one("Vprop fused closure").bytes_per_param == {"closure": 32}
+        assert one("IVON fused draw ahead").bytes_per_param == {"draw ahead": 28}
+        assert one("Vadam fused in parts").bytes_per_param == {"sample": 12, "restore": 12, "step": 28}
+        assert one("ivon-opt").bytes_per_param == {"step": 52}
+        assert one("AdamW fused").bytes_per_param == {"step": 28}
+
+    def test_the_limit_is_the_time_of_a_copy_of_as_many_bytes(self):
+        found = step.against_limit(8.28e-3, 32, 1_006_632_960, 4.28e12)
+        assert found["limit"] == pytest.approx(7.53e-3, rel=1e-3)  # the figure of the design
+        assert found["times_limit"] == pytest.approx(1.10, rel=1e-3)
+
+
+FAKE = """
+import json, torch
+from vprop.lab.bench.contenders import Contender, Ready
+from vprop.lab.bench.memory import measure_resident
+
+class Fake:
+    def __init__(self, tensors):
+        self.state = [torch.ones(tensors.size) for _ in range(tensors.count)]   # one parameter-size
+    def __call__(self):
+        temporaries = [torch.ones_like(s) for s in self.state for _ in range(2)]  # two more
+
+build = lambda tensors: Ready({"step": Fake(tensors)})
+print(json.dumps(measure_resident(Contender("Fake", "", "", build, "peer"), 4e6, 4)))
+"""
+
+
+class TestMemory:
+    @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+    def test_resident_memory_counts_a_known_allocation(self):
+        environment = memory.child_environment()
+        done = subprocess.run([sys.executable, "-c", FAKE], env=environment, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout)
+        assert found["steady"] == pytest.approx(1, abs=0.1)
+        assert found["peak"] == pytest.approx(3, abs=0.2)
+        assert found["peaks"] == {"step": found["peak"]}
+
+    def test_the_command(self, tmp_path):
+        arguments = (
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+            "--params",
+            "2e6",
+            "--tensors",
+            "4",
+            "--only",
+            "AdamW default",
+        )
+        done = bench("memory", *arguments, "--json", tmp_path / "memory.json")
+        assert done.exit_code == 0, done.output
+        (row,) = json.loads((tmp_path / "memory.json").read_text())["rows"]
+        assert row["steady"] == pytest.approx(2, abs=0.2)  # both averages
+        assert row["peak"] >= row["steady"] - 0.1
+        assert "AdamW default" in done.output
+
+    @pytest.mark.parametrize(
+        ("code", "reason"), [(-9, "its process was ended by signal 9"), (1, "its process failed: MemoryError")]
+    )
+    def test_a_process_that_fails_is_not_available(self, code, reason, monkeypatch):
+        ended = subprocess.CompletedProcess([], code, "", "Traceback\nMemoryError")
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+        with pytest.raises(Unavailable, match=reason):
+            memory._in_a_process(one("SGD default"), 100, 1)
+
+
+class TestTrain:
+    def test_the_command(self, tmp_path):
+        path = tmp_path / "train.json"
+        arguments = ("--device", "cpu", "--threads", "1", "--quick", "--only", "Vprop default", "--only", "ivon")
+        done = bench("train", *arguments, "--json", path)
+        assert done.exit_code == 0, done.output
+        result = json.loads(path.read_text())
+        assert [model["model"] for model in result["models"]] == ["gpt", "resnet"]
+        for model in result["models"]:
+            rows = {row["name"]: row for row in model["rows"]}
+            assert rows["AdamW fused"]["ratio"]["median"] == 1  # the reference, though nobody asked for it
+            assert SPREAD == set(rows["Vprop default closure"]["time"]) == set(rows["Vprop default closure"]["ratio"])
+            assert rows["ivon-opt"]["available"]
+
+    def test_the_usual_models_have_the_usual_sizes(self):
+        with torch.device("meta"):
+            gpt, resnet = models.GPT(models.GPTSize()), models.ResNet(models.ResNetSize())
+        assert sum(p.numel() for p in gpt.parameters()) == pytest.approx(124e6, rel=0.005)
+        assert sum(p.numel() for p in resnet.parameters()) == 25_557_032  # ResNet-50
+
+    @pytest.mark.parametrize("loop", [train.Closure, train.Context, train.Attached])
+    def test_every_loop_leaves_the_mean_in_the_weights(self, loop):
+        from vprop import Vprop
+
+        task = models.Task(nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, dtype=torch.long), compiled=False)
+        before = task.net.weight.detach().clone()
+        trainer = loop(task, Vprop(task.parameters(), lr=1e-6, num_data=100))
+        trainer.begin()
+        trainer.step()
+        trainer.step()
+        trainer.end()
+        torch.testing.assert_close(task.net.weight.detach(), before, rtol=0, atol=1e-4)
+
+    def test_ivon_opt_gives_the_storage_back(self):
+        pytest.importorskip("ivon")
+        task = models.Task(nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, dtype=torch.long), compiled=False)
+        address = task.net.weight.data_ptr()
+        trainer = train.CONTENDERS["ivon-opt"](task)
+        trainer.begin()
+        trainer.step()
+        assert task.net.weight.data_ptr() != address
+        trainer.end()
+        assert task.net.weight.data_ptr() == address
+
+
+class TestErrors:
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+    @pytest.mark.parametrize("command", ["step", "memory", "train"])
+    def test_no_gpu(self, command):
+        fails(bench(command, "--device", "cuda"), "--device cuda: torch finds no CUDA device here.", "--device cpu")
+
+    @pytest.mark.parametrize("command", ["step", "memory", "train"])
+    def test_a_file_that_cannot_be_written_is_refused_before_the_run(self, command, tmp_path, monkeypatch):
+        monkeypatch.setattr("vprop.lab.bench.commands._result", lambda *_: pytest.fail("it was run"))
+        (tmp_path / "file").touch()
+        fails(bench(command, "--device", "cpu", "--json", tmp_path / "file" / "x.json"), "Cannot write to", "--json")
+        fails(bench(command, "--device", "cpu", "--json", tmp_path), "it is a folder")
+
+    def test_names_that_nobody_has(self):
+        fails(bench("step", "--device", "cpu", "--only", "Adagrad"), "'Adagrad'", "RMSprop default", "Pyro BBVI")
+        fails(bench("train", "--device", "cpu", "--only", "Adagrad"), "'Adagrad'", "AdamW fused", "ivon-opt")
+
+    @pytest.mark.parametrize(("option", "value"), [("--device", "tpu"), ("--params", "many")])
+    def test_values_that_are_none(self, option, value):
+        result = bench("step", option, value)
+        assert result.exit_code == 2
+        assert f"Invalid value for '{option}'" in result.output
+
+    def test_sizes(self):
+        fails(bench("step", "--device", "cpu", "--params", "3", "--tensors", "4"), "Invalid --params 3")
+        fails(bench("step", "--device", "cpu", "--tensors", "0"), "Invalid --tensors 0: must be at least 1")
+
+    def test_what_does_not_fit(self):
+        fails(
+            bench("step", "--device", "cpu", "--params", "9e11", "--tensors", "1"),
+            "does not fit into memory",
+            "--params",
+        )
+
+    def test_what_cannot_be_drawn(self, tmp_path):
+        fails(bench("plot", tmp_path / "none.json"), "Cannot read")
+        (tmp_path / "other.json").write_text("{}")
+        fails(bench("plot", tmp_path / "other.json"), "is no result of `vprop bench`")
+        (tmp_path / "plain.json").write_text('{"command": "vprop bench step"}')
+        fails(bench("plot", tmp_path / "plain.json"), "no sweep to draw", "--sweep")
+
+    def test_an_interrupt_writes_nothing_and_says_so(self, tmp_path, monkeypatch):
+        def interrupted(contender, *_):
+            if contender.name == "SGD fused":
+                raise KeyboardInterrupt
+            return []
+
+        monkeypatch.setattr(step, "_rows", interrupted)
+        result = bench("step", *TINY, "--json", tmp_path / "x.json")
+        assert result.exit_code == 130
+        assert "x.json was not written." in " ".join(result.output.split())
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestSweep:
+    def test_a_slow_contender_is_left_out_at_larger_sizes(self, monkeypatch):
+        seen = []
+
+        def measured(chosen, tensors, plan, rows):
+            seen.append([contender.name for contender in chosen])
+            slow = {"median": 9.0 if tensors.numel > 20_000 else 0.1}
+            rows += [{"name": c.name, "available": True, "wall": None, "time": slow} for c in chosen]
+
+        monkeypatch.setattr(sweep, "measure", measured)
+        going = sweep.Sweep(step.Plan(CPU), minutes=1)
+        rows = []
+        going.over_parameters(1e6, 2, rows)
+        assert len(seen) == 2  # 10,000 and 30,000, and nobody after that
+        assert not going.out_of_time
+
+    def test_it_ends_when_its_time_is_over(self):
+        rows = []
+        going = sweep.Sweep(step.Plan(CPU), minutes=0)
+        going.over_tensors(1e4, 10, rows)
+        assert going.out_of_time
+        assert rows == []
+
+    def test_what_would_not_fit_is_not_tried(self, monkeypatch):
+        monkeypatch.setattr(sweep, "free_memory", lambda device: 1e5)
+        rows = []
+        sweep.Sweep(step.Plan(CPU), minutes=1).over_parameters(1e6, 2, rows)
+        assert rows == []
+
+
+def test_blocks_of_all_contenders_take_turns():
+    order = []
+    stages = [{"step": lambda name=name: order.append(name)} for name in "ab"]
+    watch = clock.Clock(CPU)
+    runners = [clock.Runner(s, 1.0, {"step": []}, []) for s in stages]
+    clock.in_turns(runners, watch, budget=0.0, least=3)
+    assert "".join(order) == "ababab"
+    assert runners[0].spread("step").count == 3
+
+
+def test_on_a_gpu_the_time_is_that_between_events(monkeypatch):
+    """With a stand-in for the device: each call takes its number of milliseconds there."""
+    device = {"now": 0.0, "paused": 0}
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = device["now"]
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: device.update(paused=cycles))
+    calls = [lambda ms=ms: device.update(now=device["now"] + ms) for ms in (2.0, 5.0)]
+    rows = clock.Clock(torch.device("cuda")).stages(calls, repeats=3, pause=1e-3)
+    assert rows == [pytest.approx([2e-3, 5e-3])] * 3
+    assert device["paused"] == 2_000_000
+
+
+@pytest.mark.cuda
+class TestOnAGPU:
+    def test_step(self, tmp_path):
+        arguments = ("--device", "cuda", "--quick", "--only", "RMSprop", "--only", "Vprop", "--sweep")
+        assert bench("step", *arguments, "--json", tmp_path / "x.json").exit_code == 0
+        result = json.loads((tmp_path / "x.json").read_text())
+        row = next(row for row in result["rows"] if row["name"] == "RMSprop CUDA graph")
+        assert row["available"]
+        assert set(row["wall"]) == SPREAD
+
+    def test_memory(self, tmp_path):
+        arguments = ("--device", "cuda", "--params", "4e6", "--tensors", "4", "--only", "RMSprop default")
+        assert bench("memory", *arguments, "--json", tmp_path / "x.json").exit_code == 0
+        (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+        assert row["steady"] == pytest.approx(1, abs=0.01)
+
+    def test_train(self, tmp_path):
+        assert bench("train", "--device", "cuda", "--quick", "--json", tmp_path / "x.json").exit_code == 0
+        for model in json.loads((tmp_path / "x.json").read_text())["models"]:
+            assert all(row["peak_bytes"] > 4 * model["params"] for row in model["rows"] if row["available"])
+
+
+def test_by_name_lists_the_allowed_ones():
+    with pytest.raises(BenchError, match=r"Invalid contender 'x'\. There are: RMSprop default"):
+        contenders.by_name("x")
+
+
+def test_bench_alone_imports_nothing_heavy():
+    """It must run on a machine that has torch, typer and rich."""
+    code = (
+        "import sys\nfor name in ('numpy', 'sklearn', 'matplotlib', 'plotly', 'scipy'): sys.modules[name] = None\n"
+        f"sys.argv = ['bench', 'step', *{TINY}, '--only', 'SGD']\n"
+        "import runpy\nrunpy.run_module('vprop.lab.bench', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "SGD default" in done.stdout
+
+
+def test_tables_tell_the_best_unit():
+    assert [show.seconds(value) for value in (12.0, 0.5, 7.53e-3, 9e-5)] == ["12.0 s", "500 ms", "7.53 ms", "90.0 µs"]
