@@ -82,13 +82,14 @@ def test_a_checkpoint_moves_between_devices():
     assert state["step"].device.type == "cpu"
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("case", cases(at_most_samples=1, any_loop=True, has_hess=True))
-def test_cuda_graph_draws_fresh_noise_in_every_replay(case):
+def test_cuda_graph_draws_fresh_noise_in_every_replay(case, set_to_none):
     """capturable: sample, forward, backward and step in one graph; replays equal the eager run."""
     batch = [tensor.cuda() for tensor in make_batch()]
 
     def one_step(model, optimizer):
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=set_to_none)
         with optimizer.sampled_params():
             F.cross_entropy(model(batch[0]), batch[1]).backward()
         optimizer.step()
@@ -112,6 +113,68 @@ def test_cuda_graph_draws_fresh_noise_in_every_replay(case):
         graph.replay()
     torch.cuda.synchronize()
     assert_same_run(to_cpu(eager_model, eager), to_cpu(model, optimizer), rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_after_a_capture_reads_its_own_gradients():
+    """What a capture writes into tables is written when the graph runs, not before."""
+    twins = [make_model().cuda(), make_model().cuda()]
+    plain, captured = (Vprop(model.parameters(), num_data=100, capturable=True, lr=0.1) for model in twins)
+    graph, batch = torch.cuda.CUDAGraph(), [tensor.cuda() for tensor in make_batch()]
+    for model, optimizer in zip(twins, (plain, captured), strict=True):
+        closure_step(optimizer, model, [batch])
+    with torch.cuda.graph(graph):
+        closure_step(captured, twins[1], [batch])
+    for step in range(3):
+        fresh = [tuple(tensor.cuda() for tensor in make_batch(seed=step))]
+        for model, optimizer in zip(twins, (plain, captured), strict=True):
+            optimizer.zero_grad()
+            closure_step(optimizer, model, fresh)
+    assert_same_run(to_cpu(twins[0], plain), to_cpu(twins[1], captured), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", cases(at_most_samples=1, any_loop=True, has_hess=True))
+def test_drawing_ahead_changes_nothing(case):
+    runs = []
+    for ahead in (False, True):
+        model = make_model().cuda()
+        optimizer = case(model.parameters())
+        attachment = optimizer.attach(model, draw_ahead=ahead)
+        for step in range(5):
+            x, y = (tensor.cuda() for tensor in make_batch(seed=step))
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        attachment.remove()
+        runs.append(to_cpu(model, optimizer))
+    assert_same_run(*runs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("arguments", "state"), [({}, 1), ({"betas": (0.9, 0.999)}, 2)])
+def test_no_temporary_of_the_size_of_the_parameters(arguments, state):
+    params = [torch.nn.Parameter(torch.randn(1 << 20, device="cuda")) for _ in range(16)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    before, size = torch.cuda.memory_allocated(), 4 * sum(p.numel() for p in params)
+    optimizer = Vprop(params, num_data=100, **arguments)
+    for _ in range(2):
+        optimizer.step(lambda: 0.0)
+    assert (torch.cuda.memory_allocated() - before) / size < state + 0.01
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step(lambda: 0.0)
+    assert (torch.cuda.max_memory_allocated() - before) / size < state + 0.01
+
+
+def test_channels_last_and_contiguous_are_the_same_model():
+    runs, x = [], torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)).cuda()
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 5, 2))
+        model = model.cuda().to(memory_format=memory_format)
+        optimizer = Vprop(model.parameters(), num_data=100, lr=0.1, fused=True)
+        for _ in range(3):
+            optimizer.step(lambda m=model, o=optimizer: (o.zero_grad(), m(x).square().mean().backward()))
+        runs.append([p.detach().contiguous() for p in model.parameters()])
+    torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-5)
 
 
 def test_grad_scaler_with_autocast():

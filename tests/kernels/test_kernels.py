@@ -212,6 +212,15 @@ def test_an_unusable_element_is_left_out(kernels, bad, role, clip_radius):
 
 
 @each_version
+@pytest.mark.parametrize("rule", Rule)
+def test_a_parameter_that_never_took_part(kernels, rule):
+    """Its count is zero, and so is what its averages would be divided by."""
+    given = problem([(9,), (5,)], momentum=True, counts=[0, 1], without_grad={0})
+    for draws in (False, True):
+        check_step(kernels, given, replace(STEP, rule=rule, next_source=3 if draws else None))
+
+
+@each_version
 def test_lr_can_be_a_tensor(kernels):
     check_step(kernels, problem([(33,)]), replace(STEP, lr=torch.tensor(0.05)))
 

@@ -20,10 +20,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in Triton's interpreter, on tensors of the CPU: for tests without a GPU."""
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_BLOCK = 1024
-"""Elements of a program."""
+_BLOCK, _SMALL_BLOCK = 1024, 512
+"""Elements of a program; fewer where each has more numbers to hold."""
 _OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
 """``maxnreg`` leaves room for enough programs to hide the latency of memory."""
+_SMALL_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def perturb(table: Table, noise: Noise, direction: int) -> None:
@@ -49,6 +50,8 @@ def perturb(table: Table, noise: Noise, direction: int) -> None:
             HAS_PRIOR_PRECISION=Role.PRIOR_PRECISION in table.roles,
             ALIGNED=table.aligned,
             DIMS=table.dims,
+            ALIKE=table.alike,
+            INDEX=tl.int32 if table.longest < 2**31 else tl.int64,
             BLOCK=_BLOCK,
             **_OPTIONS,
         )
@@ -61,8 +64,9 @@ def step(table: Table, step: Step) -> None:
     noise, (beta1, beta2) = step.noise, step.betas
     unusable = table.unusable.new_zeros(COUNTERS, dtype=torch.int32) if INTERPRETED else table.unusable
     lr_on_device = isinstance(step.lr, Tensor) and step.lr.device == table.device
+    block, options = (_SMALL_BLOCK, _SMALL_OPTIONS) if Role.MOMENTUM in table.roles else (_BLOCK, _OPTIONS)
     with _on(table.device):
-        step_kernel[(table.tiles * (TILE // _BLOCK),)](
+        step_kernel[(table.tiles * (TILE // block),)](
             table.columns,
             table.tile_rows,
             table.geometry,
@@ -99,8 +103,10 @@ def step(table: Table, step: Step) -> None:
             HAS_PRIOR_PRECISION=Role.PRIOR_PRECISION in table.roles,
             ALIGNED=table.aligned,
             DIMS=table.dims,
-            BLOCK=_BLOCK,
-            **_OPTIONS,
+            ALIKE=table.alike,
+            INDEX=tl.int32 if table.longest < 2**31 else tl.int64,
+            BLOCK=block,
+            **options,
         )
     if INTERPRETED:
         table.unusable += unusable.sum()

@@ -108,6 +108,11 @@ def _joined(tensors: Sequence[Tensor]) -> tuple[list[int], list[list[int]]]:
     return sizes, strides
 
 
+def _alike(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether an element has the same place in all of them, as with all in one memory format."""
+    return len({tensor.stride() for tensor in tensors if tensor is not None}) == 1
+
+
 def _aligned(pointers: Sequence[int]) -> bool:
     """Whether all addresses allow loads of 16 bytes."""
     return not any(pointer & 15 for pointer in pointers)
@@ -154,6 +159,8 @@ class Table:
         self.geometry: Tensor | None = None
         if geometry is not None:
             self.geometry = torch.tensor(geometry, dtype=torch.int64, device=self.device)
+        self.longest = max(sizes, default=0)
+        self.alike = geometry is None or all(_alike(row) for row in rows)
         self.tile_rows = _tile_rows(sizes, self.device)
         self._fixed_aligned = self.aligned = all(map(_aligned, pointers.values()))
         self.unusable = new_counter(self.device)

@@ -37,22 +37,49 @@ _LEAST_PRECISION = tl.constexpr(LEAST_PRECISION)
 
 
 @triton.jit
-def _pointers(columns, geometry, rows, row, role, dtype: tl.constexpr, element, ALIGNED: tl.constexpr, DIMS: tl.constexpr):  # fmt: skip  # noqa: E501
-    """Where the elements numbered ``element`` are in the tensor of a role."""
-    base = tl.load(columns + role * rows + row).to(tl.pointer_type(dtype))
-    if DIMS == 0:
-        if ALIGNED:
-            base = tl.multiple_of(base, 16)
-        offset = element
-    else:
-        rest, offset = element, tl.zeros_like(element)
-        sizes = geometry + row * ((1 + _ROLES) * DIMS)
-        strides = sizes + (1 + role) * DIMS
-        for i in tl.static_range(DIMS):
-            size = tl.load(sizes + (DIMS - 1 - i))
-            offset += (rest % size) * tl.load(strides + (DIMS - 1 - i))
+def _offsets(geometry, row, role, element, DIMS: tl.constexpr, INDEX: tl.constexpr):
+    """Where the elements numbered ``element`` are from the start of a strided tensor.
+
+    INDEX is the type to divide in: a division of 64 bits takes ten times as long.
+    """
+    rest, offset = element.to(INDEX), tl.zeros_like(element)
+    sizes = geometry + row * ((1 + _ROLES) * DIMS)
+    strides = sizes + (1 + role) * DIMS
+    for i in tl.static_range(DIMS):
+        stride = tl.load(strides + (DIMS - 1 - i))
+        if i == DIMS - 1:
+            offset += rest.to(tl.int64) * stride
+        else:
+            size = tl.load(sizes + (DIMS - 1 - i)).to(INDEX)
+            offset += (rest % size).to(tl.int64) * stride
             rest = rest // size
+    return offset
+
+
+@triton.jit
+def _pointers(
+    columns, geometry, rows, row, role, dtype: tl.constexpr, element, place,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Pointers to elements of the tensor of a role; ``place`` is where they are if all tensors are laid out alike."""
+    base = tl.load(columns + role * rows + row).to(tl.pointer_type(dtype))
+    if ALIGNED and DIMS == 0:
+        base = tl.multiple_of(base, 16)
+    if ALIKE:
+        offset = place
+    else:
+        offset = _offsets(geometry, row, role, element, DIMS, INDEX)
     return base + offset
+
+
+@triton.jit
+def _place(geometry, row, element, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr):
+    """Where the elements are in each tensor of the row, if all are laid out alike."""
+    if ALIKE and DIMS > 0:
+        place = _offsets(geometry, row, _WEIGHT, element, DIMS, INDEX)
+    else:
+        place = element
+    return place
 
 
 @triton.jit
@@ -91,7 +118,7 @@ def _reconciled(mean, weight, dtype: tl.constexpr):
 def perturb_kernel(
     columns, tile_rows, geometry, steps, rows, first_step, key0, key1, source, sign, ess, damping,
     RESTORE: tl.constexpr, DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a sample into the weights, or take it out again."""
     part = tl.program_id(0)
@@ -105,12 +132,12 @@ def perturb_kernel(
     if start + BLOCK <= size:
         _perturb(
             columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping,
-            RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, BLOCK, False,
+            RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, False,
         )  # fmt: skip
     elif start < size:
         _perturb(
             columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping,
-            RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, BLOCK, True,
+            RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, True,
         )  # fmt: skip
 
 
@@ -118,13 +145,14 @@ def perturb_kernel(
 def _perturb(
     columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping,
     RESTORE: tl.constexpr, DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     element = start + tl.arange(0, BLOCK)
     mask = element < size
-    weights = _pointers(columns, geometry, rows, row, _WEIGHT, DTYPE, element, ALIGNED, DIMS)
+    place = _place(geometry, row, element, DIMS, ALIKE, INDEX)
+    weights = _pointers(columns, geometry, rows, row, _WEIGHT, DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX)
     if HAS_MEAN:
-        means = _pointers(columns, geometry, rows, row, _MEAN, tl.float32, element, ALIGNED, DIMS)
+        means = _pointers(columns, geometry, rows, row, _MEAN, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX)
         mean = _read(means, mask, MASKED)
         if not RESTORE:
             mean = _reconciled(mean, _read(weights, mask, MASKED), DTYPE)
@@ -134,9 +162,15 @@ def _perturb(
     if RESTORE and HAS_MEAN:
         _write(weights, mean, mask, MASKED)
     else:
-        hess = _read(_pointers(columns, geometry, rows, row, _HESS, tl.float32, element, ALIGNED, DIMS), mask, MASKED)
+        hess = _read(
+            _pointers(columns, geometry, rows, row, _HESS, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX),
+            mask,
+            MASKED,
+        )
         if HAS_PRIOR_PRECISION:
-            precisions = _pointers(columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, ALIGNED, DIMS)
+            precisions = _pointers(
+                columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
+            )
             damping = _read(precisions, mask, MASKED) / ess
         noise = normals(start // 4, parameter, step, source, key0, key1, BLOCK // 4)
         offset = noise * tl.rsqrt(_precision(hess, ess, damping))
@@ -159,7 +193,7 @@ def step_kernel(
     CLIPS: tl.constexpr, LR_ON_DEVICE: tl.constexpr,
     DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One step: the sample out, mean and curvature updated, and perhaps the next sample in."""
     part = tl.program_id(0)
@@ -176,7 +210,7 @@ def step_kernel(
             first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
             weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
             SAMPLED, DRAWS_NEXT, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
-            HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, BLOCK, False,
+            HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, False,
         )  # fmt: skip
     elif start < size:
         _step(
@@ -184,7 +218,7 @@ def step_kernel(
             first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
             weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
             SAMPLED, DRAWS_NEXT, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
-            HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, BLOCK, True,
+            HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, True,
         )  # fmt: skip
 
 
@@ -196,10 +230,11 @@ def _step(
     SAMPLED: tl.constexpr, DRAWS_NEXT: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
     CLIPS: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr, HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     element = start + tl.arange(0, BLOCK)
     mask = element < size
+    place = _place(geometry, row, element, DIMS, ALIKE, INDEX)
     count = first_step + tl.load(steps + row)
     parameter = tl.load(columns + _PARAMETER * rows + row)
 
@@ -207,28 +242,36 @@ def _step(
     # gradient: its curvature is read in place of it, and counts as zero.
     takes_part = tl.load(columns + _GRAD * rows + row) != 0
     present = tl.where(takes_part, 1.0, 0.0)
-    weights = _pointers(columns, geometry, rows, row, _WEIGHT, DTYPE, element, ALIGNED, DIMS)
-    hesses = _pointers(columns, geometry, rows, row, _HESS, tl.float32, element, ALIGNED, DIMS)
+    weights = _pointers(columns, geometry, rows, row, _WEIGHT, DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX)
+    hesses = _pointers(columns, geometry, rows, row, _HESS, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX)
     grad_column = tl.where(takes_part, _GRAD, _HESS)
-    grads = _pointers(columns, geometry, rows, row, grad_column, GRAD_DTYPE, element, ALIGNED, DIMS)
+    grads = _pointers(
+        columns, geometry, rows, row, grad_column, GRAD_DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX
+    )
     grad = tl.where(takes_part, _read(grads, mask, MASKED), 0.0)
     hess = _read(hesses, mask, MASKED)
     if HAS_MEAN:
-        means = _pointers(columns, geometry, rows, row, _MEAN, tl.float32, element, ALIGNED, DIMS)
+        means = _pointers(columns, geometry, rows, row, _MEAN, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX)
         mean = _read(means, mask, MASKED)
         if not SAMPLED:
             mean = _reconciled(mean, _read(weights, mask, MASKED), DTYPE)
     else:
         mean = _read(weights, mask, MASKED)
     if HAS_MOMENTUM:
-        momenta = _pointers(columns, geometry, rows, row, _MOMENTUM, tl.float32, element, ALIGNED, DIMS)
+        momenta = _pointers(
+            columns, geometry, rows, row, _MOMENTUM, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
+        )
         momentum = _read(momenta, mask, MASKED)
     if CURVATURE >= _PAIR:
         other_column = tl.where(takes_part, _OTHER, _HESS)
-        others = _pointers(columns, geometry, rows, row, other_column, tl.float32, element, ALIGNED, DIMS)
+        others = _pointers(
+            columns, geometry, rows, row, other_column, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
+        )
         other = tl.where(takes_part, _read(others, mask, MASKED), 0.0)
     if HAS_PRIOR_PRECISION:
-        precisions = _pointers(columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, ALIGNED, DIMS)
+        precisions = _pointers(
+            columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
+        )
         damping = _read(precisions, mask, MASKED) / ess
 
     # The mean. The noise also enters Price's curvature.
@@ -257,7 +300,9 @@ def _step(
 
     # The averages.
     if HAS_PRIOR_MEAN:
-        prior_means = _pointers(columns, geometry, rows, row, _PRIOR_MEAN, tl.float32, element, ALIGNED, DIMS)
+        prior_means = _pointers(
+            columns, geometry, rows, row, _PRIOR_MEAN, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
+        )
         distance = mean - _read(prior_means, mask, MASKED)
     else:
         distance = mean
@@ -275,11 +320,11 @@ def _step(
         averaged = _plus(grad, damping, distance)
     if HAS_MOMENTUM:
         new_momentum = _plus(momentum, weight1, averaged - momentum)
-        averaged = new_momentum / _weight_so_far(log_beta1, count)
+        averaged = new_momentum * _over_weight_so_far(log_beta1, count)
 
     # The step.
     if RULE == _VADAM:
-        direction = averaged / (tl.sqrt(new_hess / _weight_so_far(log_beta2, count)) + damping)
+        direction = averaged / (tl.sqrt(new_hess * _over_weight_so_far(log_beta2, count)) + damping)
     else:
         # x/y as x·(1/√y)², for y > 0: a third of the instructions of a division, and as exact to a unit or two.
         root = tl.rsqrt(new_hess + damping)
@@ -316,6 +361,9 @@ def _step(
 
 
 @triton.jit
-def _weight_so_far(log_beta, count):
-    """1 − βᵗ in float64: the difference of two numbers near one."""
-    return (1.0 - tl.exp(count.to(tl.float64) * log_beta)).to(tl.float32)
+def _over_weight_so_far(log_beta, count):
+    """1/(1 − βᵗ). The difference would lose its digits near one, where the series of eˣ−1 keeps them."""
+    x = tl.maximum(count, 1).to(tl.float32) * log_beta
+    series = 1.0 + x * (1.0 / 6.0) * (1.0 + x * (1.0 / 7.0) * (1.0 + x * 0.125))
+    series = 1.0 + x * 0.5 * (1.0 + x * (1.0 / 3.0) * (1.0 + x * 0.25 * (1.0 + x * 0.2 * series)))
+    return 1.0 / tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
