@@ -32,11 +32,14 @@ format: $(VENV)/.test
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.lab: $(VENV)/bin/python pyproject.toml constraints.txt
+# Installing compiles the CPU kernels.
+BUILT_FROM := pyproject.toml constraints.txt hatch_build.py src/vprop/kernels/cpu.c
+
+$(VENV)/.lab: $(VENV)/bin/python $(BUILT_FROM)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lab]"
 	touch $@
 
-$(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.test: $(VENV)/bin/python $(BUILT_FROM)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 

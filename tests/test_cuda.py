@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.harness import assert_same_run, closure_step, make_batch, make_model, split, train
 from tests.table import cases
 from vprop import Vprop, load_posterior
-from vprop.noise import Draw, normal, normals_like
+from vprop.noise import Draw, normal, normals_like, portable_normal
 
 pytestmark = pytest.mark.cuda
 
@@ -175,6 +175,22 @@ def test_channels_last_and_contiguous_are_the_same_model():
             optimizer.step(lambda m=model, o=optimizer: (o.zero_grad(), m(x).square().mean().backward()))
         runs.append([p.detach().contiguous() for p in model.parameters()])
     torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-5)
+
+
+def test_more_elements_than_32_bits_can_count():
+    size, last = 2**31 + 1030, 1000
+    p = torch.nn.Parameter(torch.zeros(size, device="cuda"))
+    p.grad = torch.zeros_like(p)
+    p.grad[-last:] = 1.0
+    optimizer = Vprop([p], num_data=4, prior_precision=0.0, hess_init=1.0, lr=0.5, betas=(0.0, 0.5))
+    with optimizer.sampled_params():
+        noise = portable_normal(size - last, size, Draw(0, 0, 0))
+        torch.testing.assert_close(p[-last:].detach().cpu(), noise / 2, rtol=1e-5, atol=2e-6)
+    optimizer.step()
+    hess = optimizer.state[p]["hess"]
+    assert (hess[-last:] == 0.5 * 1 + 0.5 * 4).all()  # ess·g² is 4
+    assert (hess[:-last] == 0.5).all()
+    torch.testing.assert_close(p[-last:].detach(), torch.full((last,), -0.5 / 2.5, device="cuda"))
 
 
 def test_grad_scaler_with_autocast():

@@ -72,8 +72,8 @@ def triton() -> dict[str, Kernels]:
         return {}
     from vprop.kernels import cuda
 
-    if not interpreted:
-        return {"triton": Kernels(cuda, "cuda")}
+    if not interpreted:  # slow, too: every combination is compiled
+        return {"triton": Kernels(cuda, "cuda", slow=True)}
     # The interpreter cuts a float32 off where the GPU rounds it to bfloat16: that is for the tests on a GPU.
     return {"triton": Kernels(cuda, slow=True, dtypes=(torch.float32, torch.float16))}
 

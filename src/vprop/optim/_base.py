@@ -249,7 +249,8 @@ class VariationalOptimizer(SamplingOptimizer):
 
         With ``draw_ahead=True`` a fused step leaves the next sample in the weights, which saves a pass over memory.
         Forwards, checkpoints and :meth:`posterior` are as before; whoever reads the weights themselves between two
-        steps (an average of the weights, a log of their norm) sees a sample, until :meth:`discard_samples`.
+        steps (an average of the weights, a log of their norm) sees a sample, until :meth:`discard_samples`; whoever writes to the weights or to the
+        state must call that first.
         """
         if self.mc_samples > 1:
             raise invalid(
@@ -361,12 +362,10 @@ class VariationalOptimizer(SamplingOptimizer):
         return compute_dtype(p)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._ledger.drawn_ahead:
-            self._leave()
         if self._ledger.plan is not None or self._ledger.saved is not None:
             raise RuntimeError(
                 "The optimizer cannot be copied or pickled while a sample is in the weights: the copy's weights would "
-                "keep the noise. Copy after step(), or call optimizer.discard_samples() first."
+                "keep the noise. Call optimizer.discard_samples() first, or copy after step() (without draw_ahead)."
             )
         return super().__getstate__()
 
@@ -375,4 +374,5 @@ class VariationalOptimizer(SamplingOptimizer):
         for group in self.param_groups:  # a checkpoint may be older than an argument
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        self._ledger = Ledger()
+        former = self.__dict__.get("_ledger", Ledger())
+        self._ledger = Ledger(draws_ahead=former.draws_ahead, captured=former.captured)

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -29,11 +28,12 @@ from vprop.optim._fused import (
     Job,
     any_sparse,
     curvature_in_kernel,
-    next_samples,
+    is_captured,
     rule_in_kernel,
     same_settings,
     settings_of,
 )
+from vprop.optim._interrupts import interrupts_wait
 from vprop.optim._members import (
     Marginal,
     Member,
@@ -170,25 +170,34 @@ class DiagonalOptimizer(VariationalOptimizer):
         return drawn is None or same_settings(drawn, now)
 
     def _fits_drawn_ahead(self) -> bool:
-        packs, others = self._refreshed_packs()
-        drawn = [sample.pack for sample in self._ledger.plan.packed]
-        return (
+        with torch.inference_mode(False):
+            packs, others = self._refreshed_packs()
+        drawn = self._ledger.plan.packed
+        fits = (
             self.mc_samples == 1
             and not others
             and len(packs) == len(drawn)
-            and all(map(is_, packs, drawn))
-            and all(self._unedited(number) for number in self._ledger.settings)
+            and all(sample.pack is pack for sample, pack in zip(drawn, packs, strict=True))
+            and all(sample.noise == noise_of(sample.pack.group, 0, Stream.TRAINING) for sample in drawn)
         )
+        if fits:
+            self._note_settings()
+        return fits
+
+    def _note_settings(self) -> None:
+        self._ledger.settings = {i: settings_of(group) for i, group in enumerate(self.param_groups)}
 
     # -- samples ---------------------------------------------------------------------------------------------
 
     def _plan_sample(self, sample: int, evaluation_draw: int | None) -> Plan:
         if evaluation_draw is None:
             packs, others = self._refreshed_packs()
-            self._ledger.settings = {i: settings_of(group) for i, group in enumerate(self.param_groups)}
+            self._note_settings()
             packed = []
             for pack in packs:
                 pack.look_at_counts()
+                if is_captured(pack):
+                    self._ledger.captured.append(pack.table)
                 packed.append(PackedSample(pack, noise_of(pack.group, sample, Stream.TRAINING), pack.table, sample))
             return Plan(packed, [self._written(member, sample, None) for member in others])
         # Evaluation must leave no trace, so where there is no state yet it looks at one that it does not keep.
@@ -227,15 +236,9 @@ class DiagonalOptimizer(VariationalOptimizer):
         """Put the mean back: by the kernel, or without it where the weights have been moved since."""
         if not torch.compiler.is_compiling() and sample.pack.is_current():
             sample.take_out()
-            return
-        entries = []
-        for member, state in zip(sample.pack.members, sample.pack.states, strict=True):
-            entries.append(self._address(member, state, sample.sample, None, state.get("mean")))
-            entries[-1].ess, entries[-1].done = sample.noise.ess, True
-            if not isinstance(member.prior_precision, Tensor):
-                entries[-1].damping = sample.noise.damping
-        _written.restore(entries)
-        sample.done = False
+        else:
+            _written.restore(sample.as_written())
+            sample.done = False
 
     def _address(
         self,
@@ -326,8 +329,6 @@ class DiagonalOptimizer(VariationalOptimizer):
         self._take_out_for(jobs)
         for job in jobs:
             self._run(job, draws_ahead)
-        if draws_ahead:
-            self._ledger.next_plan = Plan(next_samples(jobs), [])
         self._update_unfused(unfused)
 
     def _draws_ahead(self) -> bool:
@@ -368,10 +369,11 @@ class DiagonalOptimizer(VariationalOptimizer):
                         grads[i] = torch.zeros_like(p)
                     elif other is None and grad is not None:
                         others[i] = torch.zeros_like(pack.states[i]["hess"])
-        last = max(1, group["mc_samples"]) - 1
+        noise = noise_of(group, max(1, group["mc_samples"]) - 1, Stream.TRAINING)
+        active = self._active_samples().get(id(pack))
         step = Step(
-            noise=noise_of(group, last, Stream.TRAINING),
-            sampled=id(pack) in self._active_samples() and self._unedited(pack.group_number),
+            noise=noise,
+            sampled=active is not None and active.noise == noise,
             next_source=None,
             curvature=curvature,
             scale=scale,
@@ -388,7 +390,7 @@ class DiagonalOptimizer(VariationalOptimizer):
         estimator, precision = self._curvature(member.group), None
         if estimator.needs_noise:
             precision = self._sampled_precision([_Ready(member, state, folded)], state["hess"])
-        return estimator.hess(folded, member.ess, precision)
+        return estimator.hess(folded, member.ess, precision).to(state["hess"].dtype).expand_as(state["hess"])
 
     def _take_out_for(self, jobs: list[Job]) -> None:
         """Put the mean back wherever no job will."""
@@ -404,16 +406,15 @@ class DiagonalOptimizer(VariationalOptimizer):
         if draws_ahead:
             job.step = replace(job.step, next_source=job.step.noise.source)
         sample = self._active_samples().get(id(pack))
-        try:
+        with interrupts_wait():
             job.run(self._unusable_on(pack.table.device), self._ledger.captured.append)
-        except Exception:
-            raise
-        except BaseException:  # an interrupt, which backends pass on when their work is done
             if sample is not None:
                 sample.done = False
-            raise
-        if sample is not None:
-            sample.done = False
+            if draws_ahead:
+                self._ledger.next_plan = self._ledger.next_plan or Plan([], [])
+                self._ledger.next_plan.packed.append(
+                    PackedSample(pack, job.step.noise, pack.table, sample=0, done=True)
+                )
         if job.step.clips:
             self._ledger.clipped.setdefault(pack.group_number, []).append((pack.table.clipped, pack.size))
 
@@ -421,6 +422,8 @@ class DiagonalOptimizer(VariationalOptimizer):
         """Make the state match β₁, which can be edited between steps; returns whether that changed a pack."""
         packs, others = self._packs_now()
         wrong = [pack.members for pack in packs if pack.has_momentum() != (pack.group["betas"][0] > 0)]
+        if any("momentum" not in self._state(m) and m.group["betas"][0] > 0 for m in chain(*wrong, others)):
+            self._take_out_for([])  # what is averaged may depend on the mean
         for member in chain(*wrong, others):
             folded, state, beta1 = self._ledger.folded.get(member.p), self._state(member), member.group["betas"][0]
             partner = self._ledger.partners.get(member.p)

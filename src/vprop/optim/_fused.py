@@ -20,7 +20,7 @@ from vprop.curvature.squared_gradient import MeanSquare, SquaredGradient
 from vprop.functional import diagonal
 from vprop.kernels.call import Curvature, Rule, Step
 from vprop.kernels.table import Role
-from vprop.optim._packs import Pack, PackedSample
+from vprop.optim._packs import Pack
 
 _DTYPE = attrgetter("dtype")
 
@@ -71,9 +71,7 @@ class Job:
         """Count the step and launch the kernel. ``keep`` gets what a CUDA graph in capture will read."""
         pack, table = self.pack, self.pack.table
         missing = list(map(is_, self.grads, repeat(None)))
-        pack.count_step([not out for out in missing] if any(missing) else None)
-        pack.look_at_counts()
-        if pack.group["capturable"] and table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(pack):
             keep(table)
             table = table.for_capture()
             keep(table)
@@ -88,7 +86,18 @@ class Job:
         table.unusable = unusable
         if self.step.clips:
             table.clipped.zero_()
-        pack.backend.step(table, self.step)
+        took_part = [not out for out in missing] if any(missing) else None
+        counted = pack.count_step(took_part)
+        if table is not pack.table:
+            keep(counted)
+        try:
+            pack.look_at_counts()
+            table.first_step = pack.table.first_step
+            pack.backend.step(table, self.step)
+        except Exception:  # nothing was done, so the sample that is still in the weights must be found again
+            pack.count_step(took_part, by=-1)
+            pack.look_at_counts()
+            raise
         pack.tell_autograd()
 
 
@@ -111,14 +120,15 @@ def _of_one_kind(tensors: list[Any], present: list[Tensor], usual: torch.dtype) 
     return [None if t is None else t.resolve_neg().to(torch.float32) for t in tensors], torch.float32
 
 
+def is_captured(pack: Pack) -> bool:
+    """Whether a CUDA graph is being captured, which will read the pack's table whenever it runs."""
+    on_cuda = pack.group["capturable"] and pack.table.device.type == "cuda"
+    return on_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def any_sparse(grads: list[Any]) -> bool:
     """Whether a gradient is not a dense tensor."""
     return any(grad is not None and grad.layout != torch.strided for grad in grads)
-
-
-def next_samples(jobs: list[Job]) -> list[PackedSample]:
-    """The samples that the jobs left in the weights."""
-    return [PackedSample(job.pack, job.step.noise, job.pack.table, sample=0, done=True) for job in jobs]
 
 
 def settings_of(group: dict[str, Any]) -> tuple[float, Any]:

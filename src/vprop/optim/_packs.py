@@ -13,13 +13,15 @@ from torch import Tensor
 from vprop import kernels
 from vprop.kernels.call import Noise
 from vprop.kernels.table import Role, Table, int64
-from vprop.noise import Stream, source_word
+from vprop.noise import Draw, Stream, source_word
+from vprop.optim._interrupts import interrupts_wait
 from vprop.optim._members import Member, members_of, signed_sample
+from vprop.optim._written import Written
 from vprop.precision import compute_dtype
 
 _KEYS = {Role.HESS: "hess", Role.MOMENTUM: "momentum", Role.MEAN: "mean"}
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 
 State = dict[str, Tensor]
 
@@ -35,7 +37,7 @@ class Pack:
         self.group, self.group_number = members[0].group, members[0].group_number
         self.params = [member.p for member in members]
         self.size = sum(p.numel() for p in self.params)
-        self.counts = torch.stack([state["step"] for state in states])
+        self.counts = _as_one([state["step"] for state in states])
         for state, count in zip(states, self.counts.unbind(), strict=True):
             state["step"] = count
         roles = {role: key for role, key in _KEYS.items() if key in states[0]}
@@ -44,7 +46,9 @@ class Pack:
         for role, prior in ((Role.PRIOR_MEAN, "prior_mean"), (Role.PRIOR_PRECISION, "prior_precision")):
             if isinstance(self.group[prior], list):
                 fixed[role] = [self.group[prior][member.position] for member in members]
-        self._hess = fixed[Role.HESS]
+        self.hess = fixed[Role.HESS]
+        # Kept, because a sample may be taken out after the group got another prior.
+        self.prior_precision, self._prior_mean = fixed.get(Role.PRIOR_PRECISION), fixed.get(Role.PRIOR_MEAN)
         device = self.params[0].device
         self._own_steps = self.counts.device == device
         self._offsets = [0] * len(members)
@@ -52,10 +56,11 @@ class Pack:
         self.table = Table([member.number for member in members], fixed, steps)
         self._addresses = self._current_addresses()
 
-    def _current_addresses(self) -> list[list[int]]:
+    def _current_addresses(self) -> list[list[Any]]:
         # Nothing but built-in functions: a model can have thousands of tensors, and this is done twice a step.
         columns = [self.params, *(map(getter, self.states) for getter in self._getters)]
-        return [list(map(Tensor.data_ptr, column)) for column in columns] + [list(map(len, self.states))]
+        layout = [list(map(look, self.params)) for look in (_DTYPE, Tensor.numel, Tensor.stride)]
+        return [*(list(map(Tensor.data_ptr, column)) for column in columns), list(map(len, self.states)), *layout]
 
     def is_current(self) -> bool:
         """Whether parameters and tensors of the state are still where they were, whoever may have moved them."""
@@ -85,9 +90,19 @@ class Pack:
                 self._offsets = counts
                 self.table.steps.copy_(offsets)
 
-    def count_step(self, took_part: Sequence[bool] | None) -> None:
-        """Count a step of the parameters that took part in it; ``None`` for all of them."""
-        self.counts += 1 if took_part is None else int64(took_part).to(self.counts.device)
+    def count_step(self, took_part: Sequence[bool] | None, by: int = 1) -> Tensor | None:
+        """Count a step of the parameters that took part in it; ``None`` for all of them.
+
+        Returns the memory that was copied to the device, if any: a graph in capture reads it whenever it runs.
+        """
+        if took_part is None:
+            self.counts += by
+            return None
+        host = int64(took_part).mul_(by)
+        if self.counts.device.type == "cuda":
+            host = host.pin_memory()
+        self.counts += host.to(self.counts.device, non_blocking=True)
+        return host
 
     def in_layout(self, tensors: list[Any], present: list[Tensor]) -> list[Any]:
         """Tensors like the parameters as kernels read them: laid out like the state. ``None`` stays."""
@@ -95,7 +110,7 @@ class Pack:
             return tensors
         return [
             t if t is None or t.stride() == h.stride() else torch.empty_like(h, dtype=t.dtype).copy_(t)
-            for t, h in zip(tensors, self._hess, strict=True)
+            for t, h in zip(tensors, self.hess, strict=True)
         ]
 
 
@@ -108,6 +123,7 @@ class Packs:
         self._groups: list[tuple[Any, ...]] = []
         self._params: list[list[Tensor]] = []
         self._states: list[State] = []
+        self._group_dicts: list[dict[str, Any]] = []
 
     def refresh(
         self,
@@ -120,28 +136,41 @@ class Packs:
         groups = [_fingerprint(group, allowed(group)) for group in param_groups]
         if (
             groups == self._groups
+            and _same(param_groups, self._group_dicts)
             and all(_same(group["params"], params) for group, params in zip(param_groups, self._params, strict=True))
             and _same(state.values(), self._states)
             and all(pack.is_current() for pack in self.packs)
         ):
             return
-        self._groups, self._params = groups, [list(group["params"]) for group in param_groups]
-        self.packs, self.others = [], []
+        packs, others = [], []
         kinds: dict[tuple[Any, ...], list[tuple[Member, State]]] = {}
         for member in members_of(param_groups):
             if not (groups[member.group_number][0] and kernels.takes(member.p)):
-                self.others.append(member)
+                others.append(member)
                 continue
             own = state_of(member)
             if _usual(member, own):
                 kinds.setdefault(_kind(member, own), []).append((member, own))
             else:
-                self.others.append(member)
+                others.append(member)
         for found in kinds.values():
             backend = kernels.backend_for(found[0][0].p.device)
             assert backend is not None
-            self.packs.append(Pack([member for member, _ in found], [own for _, own in found], backend))
-        self._states = list(state.values())
+            packs.append(Pack([member for member, _ in found], [own for _, own in found], backend))
+        # All at once, and last: after an interrupt half-way, the next look must not find everything in order.
+        self.packs, self.others, self._states = packs, others, list(state.values())
+        self._group_dicts, self._params = list(param_groups), [list(group["params"]) for group in param_groups]
+        self._groups = groups
+
+
+def _as_one(counts: list[Tensor]) -> Tensor:
+    """The counts as one tensor; if they are views of one, that one, because a CUDA graph may count there."""
+    first = counts[0]
+    if all(count.data_ptr() == first.data_ptr() + 8 * i for i, count in enumerate(counts)):
+        room = first.untyped_storage().nbytes() // 8 - first.storage_offset()
+        if room >= len(counts):
+            return first.as_strided((len(counts),), (1,))
+    return torch.stack(counts)
 
 
 def _same(objects: Collection[Any], known: list[Any]) -> bool:
@@ -166,9 +195,15 @@ def _usual(member: Member, state: State) -> bool:
     lists = (member.group["prior_mean"], member.group["prior_precision"])
     extra = [tensors[member.position] for tensors in lists if isinstance(tensors, list)]
     tensors = [state[key] for key in _KEYS.values() if key in state] + extra
-    return all(
-        type(t) is Tensor and t.dtype == compute_dtype(p) and t.device == p.device and t.shape == p.shape
-        for t in tensors
+    step = state["step"]
+    return (
+        isinstance(step, Tensor)
+        and step.shape == ()
+        and step.dtype == torch.int64
+        and all(
+            type(t) is Tensor and t.dtype == compute_dtype(p) and t.device == p.device and t.shape == p.shape
+            for t in tensors
+        )
     )
 
 
@@ -179,6 +214,7 @@ def _kind(member: Member, state: State) -> tuple[Any, ...]:
         member.group_number,
         p.device,
         p.dtype,
+        state["step"].device,
         "momentum" in state,
         all(tensor.is_contiguous() for tensor in tensors),
         all(tensor.data_ptr() % 16 == 0 for tensor in tensors),
@@ -205,15 +241,23 @@ class PackedSample:
         self._perturb(-1)
 
     def _perturb(self, direction: int) -> None:
-        try:
+        with interrupts_wait():
             self.pack.backend.perturb(self.table, self.noise, direction)
-        except Exception:
-            raise
-        except BaseException:  # an interrupt, which backends pass on when their work is done
             self.done = direction > 0
-            raise
-        self.done = direction > 0
         self.pack.tell_autograd()
+
+    def as_written(self) -> list[Written]:
+        """The same for the portable path, to take it out with."""
+        noise, pack = self.noise, self.pack
+        entries = []
+        for i, (member, state) in enumerate(zip(pack.members, pack.states, strict=True)):
+            count = pack.counts[i]
+            step = count if pack.group["capturable"] else int(count)
+            draw = Draw(noise.seed, member.number, step, noise.source & (2**30 - 1), Stream(noise.source >> 30))
+            damping = noise.damping if pack.prior_precision is None else pack.prior_precision[i] / noise.ess
+            mean = state.get("mean")
+            entries.append(Written(member, draw, noise.sign, pack.hess[i], noise.ess, damping, mean, done=True))
+        return entries
 
 
 def noise_of(group: dict[str, Any], sample: int, stream: Stream) -> Noise:

@@ -163,9 +163,11 @@ class SamplingOptimizer(Optimizer):
         if self._ledger.saved is not None:
             for p, mean in self._ledger.saved:
                 p.copy_(mean)
-        elif self._ledger.plan is not None:
-            self._restore_mean(self._ledger.plan)
-        self._ledger.saved = self._ledger.plan = None
+        else:
+            for plan in (self._ledger.plan, self._ledger.next_plan):
+                if plan is not None:
+                    self._restore_mean(plan)
+        self._ledger.saved = self._ledger.plan = self._ledger.next_plan = None
 
     def _fold_open_sample(self) -> None:
         """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""

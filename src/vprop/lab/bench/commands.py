@@ -1,4 +1,4 @@
-"""The commands `vprop bench step`, `memory`, `train` and `plot`."""
+"""The commands `vprop bench step`, `memory`, `train`, `plot` and `page`."""
 
 from __future__ import annotations
 
@@ -179,6 +179,22 @@ def train(
             clean_up()
         show.train_table(result, console)
         _save(result, json, console)
+
+
+@app.command()
+def page(
+    pages: Annotated[
+        list[Path], typer.Argument(exists=True, dir_okay=False, help="Markdown files with marked tables.")
+    ],
+    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("benchmarks/results"),
+) -> None:
+    """Make the tables of Markdown pages anew from result files."""
+    with _session(None) as console:
+        from vprop.lab.bench.page import filled
+
+        for path in pages:
+            path.write_text(filled(path.read_text(), results))
+            console.print(f"Tables of {path} are those of {results}.")
 
 
 @app.command()
