@@ -249,8 +249,8 @@ class VariationalOptimizer(SamplingOptimizer):
 
         With ``draw_ahead=True`` a fused step leaves the next sample in the weights, which saves a pass over memory.
         Forwards, checkpoints and :meth:`posterior` are as before; whoever reads the weights themselves between two
-        steps (an average of the weights, a log of their norm) sees a sample, until :meth:`discard_samples`; whoever writes to the weights or to the
-        state must call that first.
+        steps (an average of the weights, a log of their norm) sees a sample, until :meth:`discard_samples`, and
+        whoever writes to the weights or to the state must call that first.
         """
         if self.mc_samples > 1:
             raise invalid(
