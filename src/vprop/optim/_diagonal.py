@@ -116,14 +116,14 @@ class DiagonalOptimizer(PortableDiagonal):
                 pack.look_at_counts()
                 if is_captured(pack):
                     self._ledger.captured.append(pack.table)
-                packed.append(PackedSample(pack, noise_of(pack.group, sample, Stream.TRAINING), pack.table, sample))
+                packed.append(PackedSample(pack, noise_of(pack.group, sample, Stream.TRAINING), pack.table))
             return Plan(packed, [self._written(member, sample, None) for member in others])
         # Evaluation must leave no trace, so where there is no state yet it looks at one that it does not keep.
         if not all(self.state.get(member.p) for member in self._members()):
             return Plan([], [self._written(member, sample, evaluation_draw) for member in self._members()])
         packs, others = self._refreshed_packs()
         packed = [
-            PackedSample(pack, noise_of(pack.group, 0, Stream.EVALUATION), pack.table.at_step(evaluation_draw), sample)
+            PackedSample(pack, noise_of(pack.group, 0, Stream.EVALUATION), pack.table.at_step(evaluation_draw))
             for pack in packs
             if Role.MEAN not in pack.table.roles  # a kernel would bring the float32 mean up to date
         ]
@@ -255,9 +255,7 @@ class DiagonalOptimizer(PortableDiagonal):
                 sample.done = False
             if draws_ahead:
                 self._ledger.next_plan = self._ledger.next_plan or Plan([], [])
-                self._ledger.next_plan.packed.append(
-                    PackedSample(pack, job.step.noise, pack.table, sample=0, done=True)
-                )
+                self._ledger.next_plan.packed.append(PackedSample(pack, job.step.noise, pack.table, done=True))
         if job.step.clips:
             self._ledger.clipped.setdefault(pack.group_number, []).append((pack.table.clipped, pack.size))
 

@@ -20,6 +20,7 @@ from vprop.curvature.squared_gradient import MeanSquare, SquaredGradient
 from vprop.functional import diagonal
 from vprop.kernels.call import Curvature, Rule, Step
 from vprop.kernels.table import Role
+from vprop.optim._members import ess_of
 from vprop.optim._packs import Pack
 
 _DTYPE = attrgetter("dtype")
@@ -133,7 +134,7 @@ def any_sparse(grads: list[Any]) -> bool:
 
 def settings_of(group: dict[str, Any]) -> tuple[float, Any]:
     """What the width of a sample depends on beside h: equal as long as nobody edits the group."""
-    return group["num_data"] / group["temperature"], group["prior_precision"]
+    return ess_of(group), group["prior_precision"]
 
 
 def same_settings(one: tuple[float, Any], other: tuple[float, Any]) -> bool:

@@ -29,7 +29,7 @@ class Member:
     @property
     def ess(self) -> float:
         """N/τ."""
-        return self.group["num_data"] / self.group["temperature"]
+        return ess_of(self.group)
 
     @property
     def prior_precision(self) -> float | Tensor:
@@ -47,6 +47,11 @@ class Member:
         """m₀, 0 or one per weight."""
         means = self.group["prior_mean"]
         return 0.0 if means is None else means[self.position]
+
+
+def ess_of(group: dict[str, Any]) -> float:
+    """N/τ of a group."""
+    return group["num_data"] / group["temperature"]
 
 
 @dataclass

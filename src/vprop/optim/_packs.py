@@ -15,7 +15,7 @@ from vprop.kernels.call import Noise
 from vprop.kernels.table import Role, Table, int64
 from vprop.noise import Draw, Stream, source_word
 from vprop.optim._interrupts import interrupts_wait
-from vprop.optim._members import Member, members_of, signed_sample
+from vprop.optim._members import Member, ess_of, members_of, signed_sample
 from vprop.optim._written import Written
 from vprop.precision import compute_dtype
 
@@ -228,7 +228,6 @@ class PackedSample:
     pack: Pack
     noise: Noise
     table: Table
-    sample: int
     done: bool = False
     """Whether it is in the weights."""
 
@@ -263,6 +262,6 @@ class PackedSample:
 def noise_of(group: dict[str, Any], sample: int, stream: Stream) -> Noise:
     """The noise of a sample of a group."""
     number, sign = signed_sample(group, sample) if stream is Stream.TRAINING else (sample, 1)
-    ess, precision = group["num_data"] / group["temperature"], group["prior_precision"]
+    ess, precision = ess_of(group), group["prior_precision"]
     damping = 0.0 if isinstance(precision, list) else precision / ess
     return Noise(group["seed"], source_word(stream, number), sign, ess, damping)
