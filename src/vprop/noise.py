@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vprop import kernels
 from vprop.bundles import bundle_limit, bundles
+from vprop.placement import block_of, here, is_spread
 from vprop.precision import compute_dtype
 
 Word = int | Tensor
@@ -131,7 +132,9 @@ def portable_normal(
 def normals_like(
     parameters: Sequence[Tensor], draws: Sequence[Draw], *, portable: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
-    """The noise of whole parameters, each in its shape, on its device and in the precision of its arithmetic.
+    """The noise of parameters, each in its shape, on its device and in the precision of its arithmetic.
+
+    Of a parameter that is spread over ranks it is the noise of the part that lies here, cut out of that of the whole.
 
     Yields (position, noise) in no particular order, generating as it goes, so that the noise of one large parameter
     or of a batch of small ones exists at a time. Small parameters share Philox calls: a network has many of them,
@@ -143,6 +146,10 @@ def normals_like(
     True
     """
 
+    spread = [i for i, parameter in enumerate(parameters) if is_spread(parameter)]
+    for i in spread:
+        yield i, _of_part(parameters[i], draws[i], portable)
+
     def kind(i: int) -> tuple:
         parameter, draw = parameters[i], draws[i]
         return parameter.device, compute_dtype(parameter), draw.seed, draw.sample, draw.stream
@@ -150,7 +157,8 @@ def normals_like(
     def limit(i: int) -> int:
         return bundle_limit(parameters[i].device)
 
-    for members in bundles(range(len(parameters)), kind=kind, size=lambda i: parameters[i].numel(), limit=limit):
+    others = [i for i in range(len(parameters)) if i not in set(spread)] if spread else range(len(parameters))
+    for members in bundles(others, kind=kind, size=lambda i: parameters[i].numel(), limit=limit):
         first = members[0]
         parameter, size = parameters[first], parameters[first].numel()
         device, dtype = parameter.device, compute_dtype(parameter)
@@ -162,6 +170,16 @@ def normals_like(
                 yield i, values.view(parameters[i].shape)
         else:
             yield from _batch(parameters, draws, members)
+
+
+def _of_part(p: Tensor, draw: Draw, portable: bool) -> Tensor:
+    """The noise of the part of a parameter that lies on this rank."""
+    block, part, dtype = block_of(p), here(p), compute_dtype(p)
+    if block.start is None:
+        return normal_at(block.numbers(part.device), draw, dtype=dtype)
+    generate = portable_normal if portable else normal
+    values = generate(block.start, block.start + part.numel(), draw, device=part.device, dtype=dtype)
+    return values.view(part.shape)
 
 
 def _kernel_for(device: torch.device, dtype: torch.dtype, draw: Draw) -> kernels.Backend | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vprop import kernels
 from vprop.curvature import CurvatureEstimator
+from vprop.placement import here, part_of
 from vprop.precision import compute_dtype
 
 NOT_HYPERPARAMETERS = ("self", "params", "__class__")
@@ -197,7 +198,7 @@ def _prior(group: dict[str, Any], matrix_prior: bool) -> None:
     if isinstance(precision, list | tuple):
         group["prior_precision"] = _per_parameter("prior_precision", precision, params)
         for tensor in group["prior_precision"]:
-            if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
+            if not bool((torch.isfinite(here(tensor)) & (here(tensor) >= 0)).all()):
                 raise invalid("prior_precision", "a tensor with bad entries", "finite and >= 0 everywhere", remedy)
     elif isinstance(precision, Tensor):
         if not matrix_prior:
@@ -212,7 +213,7 @@ def _prior(group: dict[str, Any], matrix_prior: bool) -> None:
             raise invalid("prior_mean", group["prior_mean"], "None or a list of tensors like params", "None means 0.")
         group["prior_mean"] = _per_parameter("prior_mean", group["prior_mean"], params)
         for tensor in group["prior_mean"]:
-            if not bool(torch.isfinite(tensor).all()):
+            if not bool(torch.isfinite(here(tensor)).all()):
                 raise invalid(
                     "prior_mean",
                     "a tensor with bad entries",
@@ -301,7 +302,7 @@ def _per_parameter(name: str, tensors: Sequence[Any], params: Sequence[Tensor]) 
                 f"Invalid {name}[{i}]: is {got}, must be a tensor of its parameter's shape {tuple(p.shape)}. "
                 "The list goes in the order of the parameters."
             )
-        copies.append(tensor.detach().to(device=p.device, dtype=compute_dtype(p), copy=True))
+        copies.append(part_of(tensor.detach(), p).to(device=p.device, dtype=compute_dtype(p), copy=True))
     return copies
 
 
@@ -316,7 +317,7 @@ def _hess_init(group: dict[str, Any]) -> None:
     precision = group["prior_precision"]
     if isinstance(precision, Tensor):
         return
-    flat = any(bool((t == 0).any()) for t in precision) if isinstance(precision, list) else precision == 0
+    flat = any(bool((here(t) == 0).any()) for t in precision) if isinstance(precision, list) else precision == 0
     if group["hess_init"] == 0 and flat:
         raise invalid(
             "hess_init",

@@ -24,10 +24,11 @@ from vprop.optim._fused import (
     settings_of,
 )
 from vprop.optim._interrupts import interrupts_wait
-from vprop.optim._members import Member, gradient_of
+from vprop.optim._members import Member, gradient_of, state_here
 from vprop.optim._packs import Pack, PackedSample, Packs, noise_of
 from vprop.optim._portable import PortableDiagonal
 from vprop.optim._written import Written
+from vprop.placement import spread_like
 
 
 @dataclass
@@ -278,7 +279,8 @@ class DiagonalOptimizer(PortableDiagonal):
                 grad = gradient_of(member, copy=False) if folded is None else folded.grad
                 if partner is not None:
                     grad = torch.lerp(partner, grad, 0.5)
-                averaged = self._averaged(member, state, grad)
-                late = averaged * (1 - beta1 ** state["step"].to(state["hess"].dtype))
-                state["momentum"] = torch.where(torch.isfinite(averaged), late, 0)  # 0·NaN is NaN, for ever
+                averaged = self._averaged(member, state_here(state), grad)
+                late = averaged * (1 - beta1 ** state["step"].to(grad.dtype))
+                start = torch.where(torch.isfinite(averaged), late, 0)  # 0·NaN is NaN, for ever
+                state["momentum"] = spread_like(start, member.p)
         return bool(wrong)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vprop import noise
 from vprop.objective import Objective
+from vprop.placement import gradient_here, here
 from vprop.precision import compute_dtype, needs_master_copy
 
 
@@ -19,6 +20,8 @@ class Member:
     """A parameter that takes part."""
 
     p: Tensor
+    local: Tensor
+    """The part of it that lies on this rank, to compute with: itself, if it is not spread over ranks."""
     number: int
     """Position among all parameters of the optimizer, which addresses its noise."""
     group: dict[str, Any]
@@ -71,7 +74,7 @@ def members_of(param_groups: Iterable[dict[str, Any]]) -> Iterator[Member]:
     for group_number, group in enumerate(param_groups):
         for position, p in enumerate(group["params"]):
             if p.requires_grad:
-                yield Member(p, number, group, group_number, position)
+                yield Member(p, here(p), number, group, group_number, position)
             number += 1
 
 
@@ -82,6 +85,11 @@ def new_state(member: Member) -> dict[str, Tensor]:
     if needs_master_copy(p):
         state["mean"] = p.detach().to(compute_dtype(p), copy=True)
     return state
+
+
+def state_here(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of the part of a parameter that lies on this rank, in the same memory."""
+    return {key: here(value) for key, value in state.items()}
 
 
 def mean_of(p: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -98,7 +106,7 @@ def mean_of(p: Tensor, state: dict[str, Tensor]) -> Tensor:
 
 def gradient_of(member: Member, copy: bool) -> Tensor:
     """ĝ in the precision of the arithmetic: of the loss to be minimized, and zero where there is none."""
-    p, grad = member.p, member.p.grad
+    p, grad = member.local, gradient_here(member.p)
     if grad is None:
         return torch.zeros_like(p, dtype=compute_dtype(p))
     if grad.layout != torch.strided:

@@ -31,8 +31,10 @@ from vprop.optim._members import (
     new_state,
     parameters_in,
     require_finite,
+    state_here,
 )
 from vprop.optim._written import Written, bundles_of
+from vprop.placement import here, whole
 from vprop.posterior import DiagonalPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
 
@@ -109,10 +111,10 @@ class PortableDiagonal(VariationalOptimizer):
     # -- samples ------------------------------------------------------------------------------------------
 
     def _written(self, member: Member, sample: int, evaluation_draw: int | None) -> Written:
-        state = self._state(member) if evaluation_draw is None else self._peek_state(member)
+        state = state_here(self._state(member) if evaluation_draw is None else self._peek_state(member))
         mean = None
         if "mean" in state:
-            mean = mean_of(member.p, state)
+            mean = mean_of(member.local, state)
             if evaluation_draw is None:
                 state["mean"].copy_(mean)
         return self._address(member, state, sample, evaluation_draw, mean)
@@ -126,7 +128,7 @@ class PortableDiagonal(VariationalOptimizer):
         mean: Tensor | None,
     ) -> Written:
         draw, sign = draw_of(member, state, sample, evaluation_draw)
-        return Written(member, draw, sign, state["hess"], member.ess, member.damping, mean)
+        return Written(member, draw, sign, state["hess"], member.ess, here(member.damping), mean)
 
     # -- the step -----------------------------------------------------------------------------------------
 
@@ -190,7 +192,7 @@ class PortableDiagonal(VariationalOptimizer):
         for member in members:
             folded = self._ledger.folded.pop(member.p, None)
             if folded is not None:
-                ready.append(_Ready(member, self._state(member), folded))
+                ready.append(_Ready(member, state_here(self._state(member)), folded))
                 ready[-1].state["step"] += 1
         for bundle in bundles_of(ready):
             self._update_bundle(bundle)
@@ -202,14 +204,14 @@ class PortableDiagonal(VariationalOptimizer):
         statistics = Folded(
             gather([f.grad for f in folded]), gather([f.product for f in folded]), count=folded[0].count
         )
-        hess, damping = gather([s["hess"] for s in states]), gather_or_number([i.member.damping for i in bundle])
+        hess, damping = gather([s["hess"] for s in states]), gather_or_number([here(i.member.damping) for i in bundle])
         estimator, precision = self._curvature(group), None
         if estimator.needs_noise:
             precision = self._sampled_precision(bundle, hess)
         momentum = gather([state["momentum"] for state in states]) if group["betas"][0] > 0 else None
         debiased = momentum is not None or self._debiases_hess
         new = self._rule(group)(
-            gather([mean_of(item.member.p, item.state) for item in bundle]),
+            gather([mean_of(item.member.local, item.state) for item in bundle]),
             hess,
             momentum,
             statistics.grad,
@@ -218,10 +220,10 @@ class PortableDiagonal(VariationalOptimizer):
             lr=self._step_size(group, damping),
             betas=group["betas"],
             damping=damping,
-            prior_mean=gather_or_number([item.member.prior_mean for item in bundle]),
+            prior_mean=gather_or_number([here(item.member.prior_mean) for item in bundle]),
             clip_radius=group["clip_radius"],
         )
-        scatter_([item.member.p for item in bundle], new.mean)
+        scatter_([item.member.local for item in bundle], new.mean)
         scatter_([state["hess"] for state in states], new.hess)
         if new.momentum is not None:
             scatter_([state["momentum"] for state in states], new.momentum)
@@ -230,15 +232,15 @@ class PortableDiagonal(VariationalOptimizer):
         self._count_unusable(new.unusable)
         if new.clipped is not None:
             number = bundle[0].member.group_number
-            size = sum(item.member.p.numel() for item in bundle)
+            size = sum(item.member.local.numel() for item in bundle)
             self._ledger.clipped.setdefault(number, []).append((new.clipped, size))
 
     def _sampled_precision(self, bundle: list[_Ready], hess: Tensor) -> Tensor:
         """1/σ² of this step's samples. The group may have been edited since they were drawn."""
         first = bundle[0].member
         ess, prior = self._ledger.settings.get(first.group_number, settings_of(first.group))
-        dampings = [(prior[item.member.position] if isinstance(prior, list) else prior) / ess for item in bundle]
-        return diagonal.precision(hess, ess, gather_or_number(dampings))
+        priors = [prior[item.member.position] if isinstance(prior, list) else prior for item in bundle]
+        return diagonal.precision(hess, ess, gather_or_number([here(prior) / ess for prior in priors]))
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
@@ -274,11 +276,11 @@ class PortableDiagonal(VariationalOptimizer):
         mean, variance, prior_mean, prior_precision = {}, {}, {}, {}
         for name, member in named:
             state = self._peek_state(member)
-            mean[name] = mean_of(member.p, state).clone()
-            variance[name] = self._variance(member, state)
+            mean[name] = whole(mean_of(member.p, state)).clone()
+            variance[name] = whole(self._variance(member, state))
             require_finite(name, mean[name], variance[name])
-            prior_mean[name] = torch.as_tensor(member.prior_mean).to(mean[name]).clone()
-            prior_precision[name] = torch.as_tensor(member.prior_precision).to(mean[name]).clone()
+            prior_mean[name] = torch.as_tensor(whole(member.prior_mean)).to(mean[name]).clone()
+            prior_precision[name] = torch.as_tensor(whole(member.prior_precision)).to(mean[name]).clone()
         return DiagonalPosterior(
             model,
             mean,

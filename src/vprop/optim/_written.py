@@ -49,9 +49,9 @@ def bundles_of(items: list[_Item]) -> Iterator[list[_Item]]:
     """Items that can be handled as one flat tensor: of one group, device and dtype."""
     return bundles(
         items,
-        kind=lambda item: (item.member.group_number, item.member.p.device, item.member.p.dtype),
-        size=lambda item: item.member.p.numel(),
-        limit=lambda item: limit_for(item.member.group["foreach"], item.member.p.device),
+        kind=lambda item: (item.member.group_number, item.member.local.device, item.member.local.dtype),
+        size=lambda item: item.member.local.numel(),
+        limit=lambda item: limit_for(item.member.group["foreach"], item.member.local.device),
     )
 
 
@@ -59,7 +59,7 @@ def write(entries: list[Written]) -> None:
     """Write samples into the weights, which hold the mean."""
     keep = _small_enough_to_keep(entries)
     for bundle in bundles_of(entries):
-        params, offset = [entry.member.p for entry in bundle], _offset(bundle)
+        params, offset = [entry.member.local for entry in bundle], _offset(bundle)
         if keep:
             for entry, piece in zip(bundle, pieces_of(params, offset), strict=True):
                 entry.offset = piece
@@ -75,16 +75,16 @@ def restore(entries: list[Written]) -> None:
     """Put the mean back, where a sample is in the weights."""
     for bundle in bundles_of([entry for entry in entries if entry.done]):
         if bundle[0].mean is None:
-            scatter_add_([entry.member.p for entry in bundle], -_offset(bundle))
+            scatter_add_([entry.member.local for entry in bundle], -_offset(bundle))
         for entry in bundle:
             if entry.mean is not None:
-                entry.member.p.copy_(entry.mean)
+                entry.member.local.copy_(entry.mean)
             entry.done = False
 
 
 def _small_enough_to_keep(entries: list[Written]) -> bool:
-    on_cpu = all(entry.member.p.device.type == "cpu" for entry in entries)
-    return on_cpu and sum(entry.member.p.numel() for entry in entries) <= KEPT_ELEMENTS
+    on_cpu = all(entry.member.local.device.type == "cpu" for entry in entries)
+    return on_cpu and sum(entry.member.local.numel() for entry in entries) <= KEPT_ELEMENTS
 
 
 def _offset(bundle: list[Written]) -> Tensor:

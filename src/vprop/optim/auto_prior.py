@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vprop.optim._arguments import invalid, is_number
 from vprop.optim._members import Marginal
+from vprop.placement import whole
 
 BOUNDS = (1e-8, 1e8)
 """λ stays in here. Where the data say nothing of a group the best λ is infinite."""
@@ -111,7 +112,7 @@ def update_auto_priors(groups: list[dict[str, Any]], due: list[int], marginals: 
         if groups[number].get("auto_prior") is not None:
             distance = (marginal.mean - marginal.member.prior_mean).square()
             counts[number] += marginal.mean.numel()
-            moments[number] += float((distance + marginal.variance).sum(dtype=torch.float64))
+            moments[number] += float(whole((distance + marginal.variance).sum(dtype=torch.float64)))
     sharing = [number for number, group in enumerate(groups) if (group.get("auto_prior") or {}).get("shared")]
     pools = [[number] for number in due if number not in sharing]
     pools += [sharing] if any(number in sharing for number in due) else []

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vprop.optim._members import Marginal
 from vprop.optim.auto_prior import BOUNDS
+from vprop.placement import whole
 
 MOST = 0.5
 """A symptom counts when more than this share of a group's weights show it."""
@@ -64,11 +65,11 @@ class _Group:
     def share(self, condition: Callable[[Marginal], Tensor]) -> float:
         """The share of the weights for which a condition holds."""
         size = sum(m.mean.numel() for m in self.marginals)
-        return sum(float(condition(m).sum()) for m in self.marginals) / size
+        return sum(float(whole(condition(m).sum())) for m in self.marginals) / size
 
     def total(self, value: Callable[[Marginal], Tensor]) -> float:
         """The sum over the weights."""
-        return sum(float(value(m).sum(dtype=torch.float64)) for m in self.marginals)
+        return sum(float(whole(value(m).sum(dtype=torch.float64))) for m in self.marginals)
 
     def finding(self, symptom: str, what: str, remedy: str) -> Finding:
         return Finding(symptom, self.number, what, remedy)

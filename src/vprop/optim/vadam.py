@@ -14,6 +14,7 @@ from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim._diagonal import DiagonalOptimizer
 from vprop.optim._members import Member, mean_of
 from vprop.optim.auto_prior import PriorPrecision
+from vprop.placement import here
 
 
 class Vadam(DiagonalOptimizer):
@@ -83,7 +84,7 @@ class Vadam(DiagonalOptimizer):
         return MeanSquare()
 
     def _averaged(self, member: Member, state: dict[str, Tensor], grad: Tensor) -> Tensor:
-        return grad + member.damping * (mean_of(member.p, state) - member.prior_mean)
+        return grad + here(member.damping) * (mean_of(member.local, state) - here(member.prior_mean))
 
     def _rule(self, group: dict[str, Any]) -> Callable[..., diagonal.Step]:
         return diagonal.vadam_step

@@ -1,0 +1,115 @@
+"""Parameters spread over ranks (torch's DTensor): the part that lies here, and which elements of the whole it is.
+
+An update is a formula for each element by itself, so every rank works on its own part, with the noise of these
+elements. Sums over all weights are left to DTensor, which knows how to add up over ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Value = TypeVar("Value")
+
+
+def is_spread(value: Any) -> bool:
+    """Whether a tensor is spread over ranks."""
+    if type(value) in (Tensor, nn.Parameter):
+        return False
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import, and without it there are none
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def here(value: Value) -> Value:
+    """The part of a tensor that lies on this rank, sharing its memory; anything else as it is."""
+    return value.detach().to_local() if is_spread(value) else value  # type: ignore[attr-defined]
+
+
+def whole(value: Value) -> Value:
+    """The whole of a tensor, brought together from all ranks, which must all ask for it; anything else as it is."""
+    return value.full_tensor() if is_spread(value) else value  # type: ignore[attr-defined]
+
+
+def spread_like(part: Tensor, like: Any) -> Tensor:
+    """A tensor whose part on this rank is ``part``, spread as ``like`` is."""
+    if not is_spread(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def part_of(tensor: Any, like: Any) -> Tensor:
+    """``tensor``, which every rank holds as a whole or spread in its own way, spread as ``like`` is."""
+    if not is_spread(like):
+        return whole(tensor)
+    if is_spread(tensor):
+        return tensor.redistribute(like.device_mesh, like.placements)
+    block = block_of(like)
+    window = tuple(slice(first, first + size) for first, size in zip(block.offset, block.size, strict=True))
+    return spread_like(tensor.detach().to(like.device)[window].contiguous(), like)
+
+
+def gradient_here(p: Any) -> Tensor | None:
+    """``p.grad``, or the part of it that belongs to the part of ``p`` on this rank."""
+    grad = p.grad
+    if grad is not None and is_spread(grad) and grad.placements != p.placements:
+        grad = grad.redistribute(p.device_mesh, p.placements)  # a sum over ranks, say, that nobody has taken yet
+    return here(grad)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The elements of a parameter that lie on this rank: a box inside its whole shape."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def start(self) -> int | None:
+        """The number, in the row-major order of the whole, of the first element, if the others follow it."""
+        outermost = max((d for d, n in enumerate(self.shape) if self.size[d] != n), default=0)
+        if any(size != 1 for size in self.size[:outermost]):
+            return None
+        return sum(first * stride for first, stride in zip(self.offset, _row_major(self.shape), strict=True))
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """The number of each element in the row-major order of the whole (int64, in the shape of the block)."""
+        numbers = torch.zeros(self.size, dtype=torch.int64, device=device)
+        for d, stride in enumerate(_row_major(self.shape)):
+            along = torch.arange(self.offset[d], self.offset[d] + self.size[d], device=device) * stride
+            numbers += along.view([-1 if d == other else 1 for other in range(len(self.shape))])
+        return numbers
+
+
+def block_of(p: Any) -> Block:
+    """Which elements of a parameter lie on this rank: all of them, if it is not spread."""
+    if not is_spread(p):
+        return Block(tuple(p.shape), (0,) * p.dim(), tuple(p.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    local = tuple(here(p).shape)
+    if tuple(size) != local or len(offset) != len(p.shape):
+        raise RuntimeError(
+            f"A parameter of shape {tuple(p.shape)} is spread over ranks as {p.placements}, of which {local} lie here: "
+            "no box inside the whole. Use Shard and Replicate placements whose parts are contiguous."
+        )
+    return Block(tuple(p.shape), tuple(offset), local)
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return strides
