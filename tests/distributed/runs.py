@@ -121,3 +121,8 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], *, rtol
         torch.testing.assert_close(
             actual[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def assert_differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Not the same run: what a test changes must have an effect."""
+    assert any(not torch.allclose(one[name], other[name], rtol=1e-6) for name in one)

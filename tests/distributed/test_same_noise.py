@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.distributed.runs import assert_equal, run
+import vprop
+from tests.distributed.runs import assert_differs, assert_equal, run
+from tests.harness import make_model
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-12}
 """float64 over four steps: sums over ranks are taken in another order, and nothing else differs."""
@@ -35,4 +38,55 @@ def test_the_run_is_that_of_one_process(ranks, strategy, count, name) -> None:
     optimizer, arguments = name.split()[0].split("-")[0], OPTIMIZERS[name]
     alone = run(None, optimizer, arguments)
     for together in ranks(count)(run, strategy, optimizer, arguments):
+        assert_equal(together, alone, **ROUNDING)
+
+
+@pytest.mark.parametrize("loop", ["context", "attached"])
+@pytest.mark.parametrize(("strategy", "count"), [("ddp", 2), ("fsdp", 2), ("tensor parallel", 2)])
+def test_every_loop_does_it(ranks, strategy, count, loop) -> None:
+    alone = run(None, "Vprop", {}, loop)
+    for together in ranks(count)(run, strategy, "Vprop", {}, loop):
+        assert_equal(together, alone, **ROUNDING)
+
+
+@pytest.mark.parametrize("loop", ["closure", "context", "attached"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_micro_batches_on_every_rank_are_one_batch(ranks, strategy, loop) -> None:
+    alone = run(None, "IVON", {}, "closure")
+    for together in ranks(2)(run, strategy, "IVON", {}, loop, torch.float64, 3):
+        assert_equal(together, alone, **ROUNDING)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor parallel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_never_diverge(ranks, strategy, dtype) -> None:
+    """In the precision of practice sums are rounded, but what the ranks hold of it is the same."""
+    first, *others = ranks(2)(run, strategy, "Vprop", {"betas": (0.9, 0.999)}, "closure", dtype)
+    for other in others:
+        assert_equal(other, first)
+
+
+def prior() -> dict[str, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [p.shape for p in make_model().parameters()]
+    return {
+        "prior_mean": [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes],
+        "prior_precision": [torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5 for shape in shapes],
+    }
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor parallel"])
+@pytest.mark.parametrize("optimizer", ["Vprop", "IVON", "Vadam"])
+def test_a_prior_for_every_weight_is_spread_as_the_weights_are(ranks, strategy, optimizer) -> None:
+    alone = run(None, optimizer, prior())
+    for together in ranks(4)(run, strategy, optimizer, prior()):
+        assert_equal(together, alone, **ROUNDING)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor parallel"])
+def test_an_automatic_prior_looks_at_all_weights(ranks, strategy) -> None:
+    arguments = {"prior_precision": vprop.AutoPrior(warmup=1, every=1)}
+    alone = run(None, "Vprop", arguments)
+    assert_differs(alone, run(None, "Vprop", {}))
+    for together in ranks(2)(run, strategy, "Vprop", arguments):
         assert_equal(together, alone, **ROUNDING)

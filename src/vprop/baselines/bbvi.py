@@ -96,6 +96,12 @@ class BBVI(DiagonalOptimizer):
         state["std"] = diagonal.variance(state.pop("hess"), member.ess, member.damping).sqrt()
         return state
 
+    def _make_state(self) -> None:
+        for member in self._members():
+            state = self._state(member)
+            for name in ("mean", "std"):
+                _direction(name, torch.zeros_like(state["std"]), state, member.group)
+
     def _address(
         self, member: Member, state: dict[str, Tensor], sample: int, evaluation_draw: int | None, mean: Tensor | None
     ) -> Written:

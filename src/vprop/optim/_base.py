@@ -22,6 +22,7 @@ from vprop.optim._members import Marginal
 from vprop.optim._sampling import SamplingOptimizer
 from vprop.optim.auto_prior import due_for_change, take_auto, update_auto_priors
 from vprop.optim.diagnosis import Diagnosis, diagnose
+from vprop.placement import gradient_here
 from vprop.posterior import Posterior
 from vprop.precision import compute_dtype
 
@@ -68,6 +69,10 @@ class VariationalOptimizer(SamplingOptimizer):
 
         The last sample is still in the weights: take it out (``_leave``), or update from there.
         """
+
+    @abstractmethod
+    def _make_state(self) -> None:
+        """Give every parameter the state that it would have before its first step."""
 
     @abstractmethod
     def _marginals(self) -> Iterator[Marginal]:
@@ -122,6 +127,9 @@ class VariationalOptimizer(SamplingOptimizer):
         of ``sampled_params()`` blocks or of an attached model are used.
         """
         self._refuse_inside_sample("step()")
+        if closure is None and self._is_asked_for_state():
+            self._make_state()
+            return None
         scaled, self._ledger.asked_by_grad_scaler = self._ledger.asked_by_grad_scaler, False
         try:
             loss = self._gradients(closure, scaled)
@@ -136,6 +144,19 @@ class VariationalOptimizer(SamplingOptimizer):
             self._follow_auto_priors()
         self._report_unusable(deferred=False)
         return loss
+
+    def _is_asked_for_state(self) -> bool:
+        """Whether this is no step, but a request for the state that a checkpoint can be loaded into.
+
+        That is how ``torch.distributed.checkpoint`` asks: by a step before anything was done, of length zero, on
+        gradients of zero.
+        """
+        if any(self.state.values()) or self._ledger.drawn_samples:
+            return False
+        if any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        grads = [gradient_here(p) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return all(grad is not None and not bool(grad.any()) for grad in grads)
 
     def _gradients(self, closure: Callable[[], Any] | None, scaled: bool) -> Any:
         """See to it that ``p.grad`` is the gradient at the last sample; returns the closure's loss."""

@@ -95,6 +95,15 @@ class FullOptimizer(VariationalOptimizer):
             complete.pop("mean", None)
         return complete
 
+    def _make_state(self) -> None:
+        members = self._members()
+        if members:
+            self._matrix(members, keep=True)
+        for member in members:
+            if member.group["betas"][0] > 0:
+                state = self.state[member.p]
+                state["momentum"] = torch.zeros_like(member.p, dtype=compute_dtype(member.p), requires_grad=False)
+
     def _matrix(self, members: list[Member], keep: bool) -> CurvatureMatrix:
         """The curvature over ``members``; ``keep`` gives those that have no state one."""
         self._check_groups()

@@ -72,7 +72,8 @@ class Attachment:
         before = _BeforeForward(optimizer, model)
         before.attachment = self
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(before),
+            # First of all hooks: that of FSDP copies the weights.
+            model.register_forward_pre_hook(before, prepend=True),
             model.register_forward_hook(_AfterForward(optimizer, model), always_call=True),
             model.register_state_dict_pre_hook(_BeforeStateDict(optimizer, model)),
             model.register_load_state_dict_pre_hook(_BeforeStateDict(optimizer, model)),

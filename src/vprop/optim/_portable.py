@@ -108,6 +108,12 @@ class PortableDiagonal(VariationalOptimizer):
         self.state[member.p] = self._peek_state(member)
         return self.state[member.p]
 
+    def _make_state(self) -> None:
+        for member in self._members():
+            state = self._state(member)
+            if member.group["betas"][0] > 0:
+                state["momentum"] = torch.zeros_like(state["hess"])
+
     # -- samples ------------------------------------------------------------------------------------------
 
     def _written(self, member: Member, sample: int, evaluation_draw: int | None) -> Written:

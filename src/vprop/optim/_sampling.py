@@ -11,7 +11,9 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from vprop.optim._arguments import check_samples, invalid
+from vprop.optim._gathered import drop_gathered
 from vprop.optim._ledger import Holder, Ledger
+from vprop.placement import is_spread
 
 
 class SamplingOptimizer(Optimizer):
@@ -163,6 +165,7 @@ class SamplingOptimizer(Optimizer):
         if self._ledger.saved is not None:
             for p, mean in self._ledger.saved:
                 p.copy_(mean)
+            drop_gathered(p for p, _ in self._ledger.saved if is_spread(p))
         else:
             for plan in (self._ledger.plan, self._ledger.next_plan):
                 if plan is not None:

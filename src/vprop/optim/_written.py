@@ -11,6 +11,7 @@ from torch import Tensor
 from vprop import noise
 from vprop.bundles import bundles, gather, gather_or_number, limit_for, pieces_of, scatter_, scatter_add_
 from vprop.functional import diagonal
+from vprop.optim._gathered import drop_gathered
 from vprop.optim._members import Member
 
 KEPT_ELEMENTS = 1 << 20
@@ -69,17 +70,24 @@ def write(entries: list[Written]) -> None:
             scatter_(params, gather([entry.mean for entry in bundle if entry.mean is not None]) + offset)
         for entry in bundle:
             entry.done = True
+    _drop_gathered(entries)
 
 
 def restore(entries: list[Written]) -> None:
     """Put the mean back, where a sample is in the weights."""
-    for bundle in bundles_of([entry for entry in entries if entry.done]):
+    active = [entry for entry in entries if entry.done]
+    for bundle in bundles_of(active):
         if bundle[0].mean is None:
             scatter_add_([entry.member.local for entry in bundle], -_offset(bundle))
         for entry in bundle:
             if entry.mean is not None:
                 entry.member.local.copy_(entry.mean)
             entry.done = False
+    _drop_gathered(active)
+
+
+def _drop_gathered(entries: list[Written]) -> None:
+    drop_gathered(entry.member.p for entry in entries if entry.member.local is not entry.member.p)
 
 
 def _small_enough_to_keep(entries: list[Written]) -> bool:
