@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
 from vprop.likelihood.kinds import likelihood_module_of
+from vprop.wrappers import data_parallel_group, unwrapped
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -46,7 +47,11 @@ class Objective:
         likelihood: LikelihoodLike | None = None,
         noise_variance: float | Tensor | None = None,
     ) -> None:
-        self.model = model
+        self.model = unwrapped(model)
+        """Without wrappers, for those who look inside; a call goes through them."""
+        self.process_group = data_parallel_group(model)
+        """Over whose ranks the examples are spread, if the model is in DistributedDataParallel."""
+        self._outermost = model
         self.loss_fn = loss_fn
         self.x = x
         self.y = y
@@ -68,8 +73,8 @@ class Objective:
 
     def __call__(self) -> Tensor:
         """Clear the gradients, compute the loss and its gradients at the current weights."""
-        self.model.zero_grad(set_to_none=True)
-        loss = self.loss_fn(call_model(self.model, self.x), self.y)
+        self._outermost.zero_grad(set_to_none=True)
+        loss = self.loss_fn(call_model(self._outermost, self.x), self.y)
         loss.backward()
         return loss
 

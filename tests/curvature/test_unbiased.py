@@ -108,6 +108,7 @@ def estimates(estimator, model, mean, std, noises, batch, *, seed):
         if estimator.needs_objective:
             draw = Draw(seed, 0, 0, k, stream=Stream.LABELS)
             (observed,) = estimator.observe(replicas.objective(batch), {"thetas": replicas.thetas}, draw)
+            observed = estimator.curvature_of(observed)
         evidence = Evidence(grads, observed=observed, noise=noise if estimator.needs_noise else None)
         folded = estimator.fold(folded, evidence)
     return estimator.hess(folded, ESS, 1 / std.square())

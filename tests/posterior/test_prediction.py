@@ -100,8 +100,28 @@ def test_bad_noise_variance_and_outputs_that_are_no_tensors():
 
     model = Wrapped()
     posterior = Vprop(model.parameters(), num_data=10).posterior(model)
-    with pytest.raises(TypeError, match=r"returns a tensor, this one returns dict\. Wrap it"):
+    with pytest.raises(TypeError, match=r"or an output with \.logits; this one returns dict\. Wrap it"):
         posterior.predict(make_batch()[0])
+
+
+def test_keyword_arguments_and_an_output_with_logits():
+    """As the models of Hugging Face have them."""
+
+    class Output(dict):
+        __getattr__ = dict.__getitem__
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make_model()
+
+        def forward(self, features, scale):
+            return Output(loss=torch.zeros(()), logits=scale * self.inner(features))
+
+    wrapped, x = Wrapped(), make_batch()[0]
+    doubled = Vprop(wrapped.parameters(), num_data=10).posterior(wrapped).predict({"features": x, "scale": 2.0}, 3)
+    plain = Vprop(wrapped.inner.parameters(), num_data=10).posterior(wrapped.inner).predict(x, 3)
+    torch.testing.assert_close(doubled.samples, 2 * plain.samples)
 
 
 def test_half_precision_regression_is_summarised_in_float32():

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, NoiseProduct
 from vprop.functional import black_box, diagonal
-from vprop.optim._arguments import NOT_HYPERPARAMETERS, invalid, is_number
+from vprop.optim._arguments import NOT_HYPERPARAMETERS, invalid, is_number, refuse_spread_parameters
 from vprop.optim._diagonal import DiagonalOptimizer
 from vprop.optim._members import Member, mean_of
 from vprop.optim._written import Written
@@ -80,6 +80,7 @@ class BBVI(DiagonalOptimizer):
         """Add a group, as torch does, with a check of its hyperparameters."""
         super().add_param_group(param_group)
         try:
+            refuse_spread_parameters(self.param_groups[-1], "BBVI")
             _check(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()

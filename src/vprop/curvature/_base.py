@@ -23,7 +23,7 @@ class Evidence:
     grad: Tensor
     """ĝ, the gradient of the mean loss at the sample."""
     observed: Tensor | None = None
-    """What the estimator made of the objective at the sample (:meth:`CurvatureEstimator.observe`)."""
+    """The curvature that the estimator saw in the objective at the sample (:meth:`CurvatureEstimator.observe`)."""
     noise: Tensor | None = None
     """ε of the sample θ = μ + σε."""
 
@@ -66,6 +66,8 @@ class CurvatureEstimator(ABC):
     """How many weight samples a step must have; 0 if the gradient at the mean will do."""
     in_pairs = False
     """Whether the samples must be antithetic pairs."""
+    draws_labels = False
+    """Whether what is observed depends on labels that are drawn, which should be other ones on every rank."""
     signed = False
     """Whether what is observed changes its sign with the loss, as a Hessian does and a square does not."""
 
@@ -79,6 +81,13 @@ class CurvatureEstimator(ABC):
         block of rows. ``draw`` is where labels may be drawn from.
         """
         raise NotImplementedError(f"{type(self).__name__} looks at gradients only")
+
+    def curvature_of(self, observed: Tensor) -> Tensor:
+        """What an observation says of the curvature, which is what :meth:`fold` takes; by default it is that itself.
+
+        Of the diagonal it is given one parameter's, of a matrix the observations of all parameters as one.
+        """
+        return observed
 
     def _nothing(self, grad: Tensor) -> Tensor:
         """A product of nothing, in the shape of a product of gradients."""
@@ -105,11 +114,7 @@ class ObservedAverage(CurvatureEstimator):
     def fold(self, folded: Folded | None, evidence: Evidence) -> Folded:
         """Running means of ĝ and of the observation."""
         assert evidence.observed is not None
-        return running_mean(folded, evidence.grad, self.curvature_of(evidence.observed))
-
-    def curvature_of(self, observed: Tensor) -> Tensor:
-        """What one observation says of the curvature; by default it is the curvature."""
-        return observed
+        return running_mean(folded, evidence.grad, evidence.observed)
 
     def hess(self, folded: Folded, ess: float, precision: Tensor | None = None) -> Tensor:
         """The mean itself: it is in units of the mean loss already."""

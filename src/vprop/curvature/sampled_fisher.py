@@ -23,6 +23,8 @@ class SampledFisher(ObservedAverage):
     temperature 1 it is ess, as in the squared gradient of observed labels.)
     """
 
+    draws_labels = True
+
     @torch.enable_grad()
     def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:
         """√M·g̃ at the weights in the model."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vprop import kernels
 from vprop.curvature import CurvatureEstimator
-from vprop.placement import here, part_of
+from vprop.placement import here, is_spread, part_of
 from vprop.precision import compute_dtype
 
 NOT_HYPERPARAMETERS = ("self", "params", "__class__")
@@ -81,6 +81,7 @@ def check_group(group: dict[str, Any], matrix_prior: bool = False) -> None:
         raise invalid("centered", True, "False when sampled_fisher=True", "Choose one of the two curvatures.")
     _betas(group)
     check_samples(group)
+    check_noise(group)
     _seed(group["seed"])
     _implementation(group)
     if isinstance(group["prior_precision"], Tensor) and matrix_prior:
@@ -174,6 +175,34 @@ def _implementation(group: dict[str, Any]) -> None:
         raise invalid("fused", True, "None or False with foreach=True", "Ask for one implementation, or for none.")
 
 
+def refuse_spread_parameters(group: dict[str, Any], optimizer: str) -> None:
+    """Refuse parameters that are spread over ranks, for optimizers that need them whole."""
+    if any(is_spread(p) for p in group["params"]):
+        raise ValueError(
+            f"{optimizer} needs whole parameters, but these are spread over ranks (FSDP, tensor parallel). Use "
+            "DistributedDataParallel, or a diagonal optimizer: Vprop, IVON, Vadam."
+        )
+
+
+def check_noise(group: dict[str, Any]) -> None:
+    """Check who draws the same noise."""
+    noise = group.get("noise", "shared")
+    if noise not in ("shared", "per_rank"):
+        raise invalid(
+            "noise",
+            noise,
+            '"shared" or "per_rank"',
+            "Shared: the ranks of a data-parallel run draw the same samples; per_rank: each draws its own.",
+        )
+    if noise == "per_rank" and any(is_spread(p) for p in group["params"]):
+        raise invalid(
+            "noise",
+            noise,
+            '"shared" where parameters are spread over ranks (FSDP, tensor parallel)',
+            "A sample of a spread parameter is made by all ranks together. Use DistributedDataParallel for per_rank.",
+        )
+
+
 def check_fused(group: dict[str, Any], optimizer: str, has_kernels: bool) -> None:
     """Refuse ``fused=True`` where there is no kernel."""
     if not group["fused"]:
@@ -245,7 +274,16 @@ def _matrix_prior(group: dict[str, Any]) -> None:
     group["prior_precision"] = wide
 
 
-_SHARED_BY_GROUPS = ("num_data", "temperature", "betas", "antithetic", "centered", "maximize", "sampled_fisher")
+_SHARED_BY_GROUPS = (
+    "num_data",
+    "temperature",
+    "betas",
+    "antithetic",
+    "centered",
+    "maximize",
+    "sampled_fisher",
+    "noise",
+)
 
 
 def check_shared(groups: Sequence[dict[str, Any]]) -> None:
@@ -325,3 +363,32 @@ def _hess_init(group: dict[str, Any]) -> None:
             "> 0 when prior_precision is 0",
             "Without either, the variance is infinite: set hess_init=1 or prior_precision > 0.",
         )
+
+
+def check_same_parameters(saved: dict[str, Any], groups: list[dict[str, Any]], *, matrix: bool) -> None:
+    """Refuse a checkpoint of other parameters than the optimizer has. ``matrix``: h is one, over all of them."""
+    remedy = (
+        "Build model and optimizer as they were when it was saved: the same layers frozen, the same adapters, the same "
+        "groups. For another model make a new optimizer; what was learned of its parameters can be its prior, "
+        "posterior.as_prior()."
+    )
+    theirs, ours = ([len(group["params"]) for group in some] for some in (saved["param_groups"], groups))
+    if theirs != ours:
+        raise ValueError(
+            f"load_state_dict(): the checkpoint has {_sizes(theirs)}, this optimizer {_sizes(ours)}. {remedy}"
+        )
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    params = [p for group in groups for p in group["params"]]
+    for i, (number, p) in enumerate(zip(numbers, params, strict=True)):
+        for key, value in saved["state"].get(number, {}).items():
+            alike = not isinstance(value, Tensor) or key == "step" or (matrix and key == "hess")
+            if not alike and value.shape != p.shape:
+                raise ValueError(
+                    f"load_state_dict(): parameter {i} has shape {tuple(value.shape)} in the checkpoint and "
+                    f"{tuple(p.shape)} here. {remedy}"
+                )
+
+
+def _sizes(counts: list[int]) -> str:
+    groups = "1 parameter group" if len(counts) == 1 else f"{len(counts)} parameter groups"
+    return f"{groups} with {' + '.join(map(str, counts))} parameters"

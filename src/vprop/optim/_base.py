@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from vprop.curvature import CurvatureEstimator
 from vprop.kernels.table import new_counter
 from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
-from vprop.optim._arguments import check_fused, check_group, invalid
+from vprop.optim._arguments import check_fused, check_group, check_same_parameters, invalid
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder, Ledger
-from vprop.optim._members import Marginal
+from vprop.optim._members import Marginal, Member, label_draw_of, parameters_in
+from vprop.optim._ranks import average_over_ranks, has_own_noise, rank_and_count, require_averaged
 from vprop.optim._sampling import SamplingOptimizer
 from vprop.optim.auto_prior import due_for_change, take_auto, update_auto_priors
 from vprop.optim.diagnosis import Diagnosis, diagnose
@@ -71,6 +73,10 @@ class VariationalOptimizer(SamplingOptimizer):
         """
 
     @abstractmethod
+    def _peek_state(self, member: Member) -> dict[str, Tensor]:
+        """The state of a parameter, or what it would be, without keeping it."""
+
+    @abstractmethod
     def _make_state(self) -> None:
         """Give every parameter the state that it would have before its first step."""
 
@@ -87,6 +93,44 @@ class VariationalOptimizer(SamplingOptimizer):
         noise_variance: float | Tensor | None = None,
     ) -> Posterior:
         """A snapshot of the posterior over ``model``'s parameters."""
+
+    # -- ranks -----------------------------------------------------------------------------------------------
+
+    def _own_gradient(self, member: Member) -> Tensor:
+        """ĝ of this rank alone, at its own sample."""
+        grad, p = self._ledger.own_gradients.take(member.p), member.local
+        if grad is None:
+            return torch.zeros_like(p, dtype=compute_dtype(p))
+        grad = grad.to(compute_dtype(p))
+        return -grad if member.group["maximize"] else grad
+
+    def _require_averaged(self, grads: list[Tensor]) -> None:
+        """Look once whether somebody averages the gradients."""
+        if not self._ledger.ranks_checked:
+            require_averaged(grads)
+            self._ledger.ranks_checked = True
+
+    def _observed(
+        self, estimator: CurvatureEstimator, objective: Objective, members: list[Member], sample: int
+    ) -> list[Tensor]:
+        """What the estimator sees in the objective, for each parameter, at the sample that is in the weights."""
+        if any(member.local is not member.p for member in members):
+            raise RuntimeError(
+                f"{type(self).__name__} needs more of the model than its gradients, which is not possible where "
+                "parameters are spread over ranks (FSDP, tensor parallel). Use DistributedDataParallel, or an "
+                "optimizer that needs gradients only: Vprop, IVON, Vadam."
+            )
+        rank = rank_and_count(objective.process_group)[0] if estimator.draws_labels else 0
+        inside = parameters_in(objective, members, type(self).__name__)
+        draw = label_draw_of(members[0], self._peek_state(members[0]), sample, rank)
+        sign = -1 if estimator.signed and members[0].group["maximize"] else 1
+        return [sign * value.detach() for value in estimator.observe(objective, inside, draw)]
+
+    def _seen_by_all(self, curvatures: list[Tensor], objective: Objective, group: dict[str, Any]) -> list[Tensor]:
+        """Curvatures of a batch, from those of its parts that ranks with the same sample have looked at."""
+        if objective.process_group is None or has_own_noise(group):
+            return curvatures
+        return average_over_ranks(curvatures, objective.process_group)
 
     # -- groups ----------------------------------------------------------------------------------------------
 
@@ -133,6 +177,8 @@ class VariationalOptimizer(SamplingOptimizer):
         scaled, self._ledger.asked_by_grad_scaler = self._ledger.asked_by_grad_scaler, False
         try:
             loss = self._gradients(closure, scaled)
+            if rank_and_count()[1] > 1:
+                self._compare_seeds()
             self._fold()
             self._update()
         except BaseException:
@@ -243,6 +289,11 @@ class VariationalOptimizer(SamplingOptimizer):
                 f"GradScaler with mc_samples={self.mc_samples}: it unscales the last sample's gradients only. Use "
                 "mc_samples=1 with the scaler, or bfloat16 autocast, which needs none."
             )
+        if any(has_own_noise(group) for group in self.param_groups):
+            raise RuntimeError(
+                'GradScaler with noise="per_rank": the gradients that each rank makes its curvature of are still '
+                'scaled. Use bfloat16 autocast, which needs no scaler, or noise="shared".'
+            )
         self._ledger.asked_by_grad_scaler = True
         return False
 
@@ -255,6 +306,7 @@ class VariationalOptimizer(SamplingOptimizer):
         ):
             self._fold_open_sample()
         self._ledger.asked_by_grad_scaler = False
+        self._ledger.own_gradients.clear()
         super().zero_grad(set_to_none=set_to_none)
 
     def attach(self, model: nn.Module, *, draw_ahead: bool = False) -> Attachment:
@@ -361,6 +413,7 @@ class VariationalOptimizer(SamplingOptimizer):
         def see_what_other_hooks_made_of_it(_: Optimizer, final: dict[str, Any]) -> None:
             nonlocal loaded
             loaded = final
+            check_same_parameters(final, self.param_groups, matrix=self._matrix_prior)
 
         handle = self.register_load_state_dict_pre_hook(see_what_other_hooks_made_of_it)
         try:
@@ -396,4 +449,6 @@ class VariationalOptimizer(SamplingOptimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         former = self.__dict__.get("_ledger", Ledger())
-        self._ledger = Ledger(draws_ahead=former.draws_ahead, captured=former.captured)
+        self._ledger = Ledger(
+            draws_ahead=former.draws_ahead, captured=former.captured, own_gradients=former.own_gradients
+        )

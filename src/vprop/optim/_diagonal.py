@@ -27,6 +27,7 @@ from vprop.optim._interrupts import interrupts_wait
 from vprop.optim._members import Member, gradient_of, state_here
 from vprop.optim._packs import Pack, PackedSample, Packs, noise_of
 from vprop.optim._portable import PortableDiagonal
+from vprop.optim._ranks import has_own_noise
 from vprop.optim._written import Written
 from vprop.placement import spread_like
 
@@ -78,9 +79,9 @@ class DiagonalOptimizer(PortableDiagonal):
 
     def _direct(self, pack: Pack) -> tuple[Curvature, float] | None:
         """How a kernel makes ĥ of the gradients of this step, if it can without our folding them."""
-        if self._job_settings(pack) is None or not self._unedited(pack.group_number):
-            return None
         group = pack.group
+        if self._job_settings(pack) is None or not self._unedited(pack.group_number) or has_own_noise(group):
+            return None
         return curvature_in_kernel(self._curvature(group), group["mc_samples"], pack.members[0].ess)
 
     def _unedited(self, group_number: int) -> bool:
@@ -166,6 +167,7 @@ class DiagonalOptimizer(PortableDiagonal):
 
     def _update(self) -> None:
         self._ledger.clipped = {}
+        self._average_over_ranks()
         if self._start_and_stop_momenta():
             self._refreshed_packs()
         packs, others = self._packs_now()
@@ -183,9 +185,13 @@ class DiagonalOptimizer(PortableDiagonal):
         self._update_unfused(unfused)
 
     def _draws_ahead(self) -> bool:
-        """Whether the step leaves the next sample in the weights. A prior that follows the posterior needs the mean."""
-        follows = any(group.get("auto_prior") is not None for group in self.param_groups)
-        return self._ledger.draws_ahead and self.mc_samples == 1 and not follows
+        """Whether the step leaves the next sample in the weights.
+
+        A prior that follows the posterior needs the mean, and so do ranks whose samples differ.
+        """
+        if any(group.get("auto_prior") is not None or has_own_noise(group) for group in self.param_groups):
+            return False
+        return self._ledger.draws_ahead and self.mc_samples == 1
 
     def _active_samples(self) -> dict[int, PackedSample]:
         """The packs' samples that are in the weights, by the identity of the pack."""
@@ -224,7 +230,7 @@ class DiagonalOptimizer(PortableDiagonal):
         active = self._active_samples().get(id(pack))
         step = Step(
             noise=noise,
-            sampled=active is not None and active.noise == noise,
+            sampled=active is not None and active.noise == noise and active.means is None,
             next_source=None,
             curvature=curvature,
             scale=scale,

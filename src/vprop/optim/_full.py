@@ -16,7 +16,7 @@ from vprop.curvature import CurvatureEstimator, Evidence
 from vprop.functional import full
 from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
-from vprop.optim._arguments import check_shared, check_size
+from vprop.optim._arguments import check_shared, check_size, refuse_spread_parameters
 from vprop.optim._base import VariationalOptimizer
 from vprop.optim._curvature_matrix import CurvatureMatrix, KeptFactor
 from vprop.optim._members import (
@@ -24,16 +24,16 @@ from vprop.optim._members import (
     Member,
     draw_of,
     gradient_of,
-    label_draw_of,
     mean_of,
     members_of,
     named_members,
     new_state,
-    parameters_in,
     require_finite,
 )
+from vprop.optim._ranks import average_over_ranks, has_own_noise
 from vprop.posterior import FullPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
+from vprop.wrappers import unwrapped
 
 _WIDE = torch.float64
 """The matrix and its factors: in float32 a curvature of condition 10⁷ is no longer positive definite."""
@@ -66,6 +66,7 @@ class FullOptimizer(VariationalOptimizer):
         """Add a group, as torch does; what all groups must share, and the size of the matrix, are checked."""
         super().add_param_group(param_group)
         try:
+            refuse_spread_parameters(self.param_groups[-1], type(self).__name__)
             self._check_groups()
         except ValueError:
             self.param_groups.pop()
@@ -193,14 +194,11 @@ class FullOptimizer(VariationalOptimizer):
 
     def _observe(self, objective: Objective, sample: int) -> None:
         members = self._members()
-        parameters = parameters_in(objective, members, type(self).__name__)
-        labels = label_draw_of(members[0], self._peek_state(members[0]), sample)
         estimator = self._estimator()
-        observed = estimator.observe(objective, parameters, labels)
-        if estimator.signed and members[0].group["maximize"]:
-            observed = [-value for value in observed]
+        observed = self._observed(estimator, objective, members, sample)
         rows = [value.reshape(member.p.numel(), -1) for member, value in zip(members, observed, strict=True)]
-        self._ledger.observed_all = torch.cat(rows).squeeze(-1).to(_WIDE)
+        curvature = estimator.curvature_of(torch.cat(rows).squeeze(-1).to(_WIDE))
+        (self._ledger.observed_all,) = self._seen_by_all([curvature], objective, members[0].group)
 
     def _fold(self) -> None:
         members = self._members()
@@ -210,9 +208,13 @@ class FullOptimizer(VariationalOptimizer):
         if not self._ledger.folded:
             return
         grad = _flat([gradient_of(member, copy=False) for member in members])
-        evidence = Evidence(grad, self._ledger.observed_all)
-        self._ledger.folded_all = self._estimator().fold(self._ledger.folded_all, evidence)
-        self._ledger.observed_all = None
+        apart = has_own_noise(members[0].group)
+        own = _flat([self._own_gradient(member) for member in members]) if apart else grad
+        folded = self._estimator().fold(self._ledger.folded_all, Evidence(own, self._ledger.observed_all))
+        self._ledger.folded_all, self._ledger.observed_all = folded, None
+        if apart:
+            mean = self._ledger.shared_gradient
+            self._ledger.shared_gradient = grad if mean is None else mean.lerp(grad, 1 / folded.count)
 
     def _update(self) -> None:
         self._leave()
@@ -221,6 +223,10 @@ class FullOptimizer(VariationalOptimizer):
             return
         size = len(folded.grad)
         estimate = self._estimator().hess(folded, everyone[0].ess).reshape(size, size)
+        if self._ledger.shared_gradient is not None:
+            folded.grad = self._ledger.shared_gradient
+            self._require_averaged([folded.grad])
+            (estimate,) = average_over_ranks([estimate])
         # A parameter that had no gradient in any sample stays as it is.
         members = [member for member in everyone if member.p in self._ledger.folded]
         part = CurvatureMatrix(estimate, [member.p for member in everyone], [member.p for member in members])
@@ -306,6 +312,7 @@ class FullOptimizer(VariationalOptimizer):
         """
         self._refuse_inside_sample("posterior()")
         self._leave()
+        model = unwrapped(model)
         self._report_unusable(deferred=True)
         named = named_members(model, self._members())
         members = [member for _, member in named]

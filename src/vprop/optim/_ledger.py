@@ -11,6 +11,8 @@ from torch import Tensor
 
 from vprop.curvature import Folded
 from vprop.optim._curvature_matrix import KeptFactor
+from vprop.optim._ranks import OwnGradients
+from vprop.optim._seeds import SeedCheck
 
 
 class Holder(enum.Enum):
@@ -49,6 +51,17 @@ class Ledger:
     """The same two of all parameters as one vector, for the full structure."""
     factor: KeptFactor | None = None
 
+    own_gradients: OwnGradients = field(default_factory=OwnGradients)
+    """Of ranks with noise of their own, by parameter, before they were averaged."""
+    shared_gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    shared_gradient: Tensor | None = None
+    """The mean over ranks and samples, by parameter or of all of them as one vector."""
+    estimates: dict[Tensor, Tensor] = field(default_factory=dict)
+    """ĥ of this step, averaged over ranks, by parameter."""
+    seed_check: SeedCheck = field(default_factory=SeedCheck)
+    ranks_checked: bool = False
+    """Whether somebody averages the gradients over the ranks."""
+
     draws_ahead: bool = False
     """Whether a step may leave the next sample in the weights."""
     next_plan: Any = None
@@ -81,4 +94,6 @@ class Ledger:
         self.holder = self.plan = self.saved = self.open_sample = None
         self.folded_samples, self.drawn_ahead = 0, False
         self.folded, self.partners, self.observed, self.settings = {}, {}, {}, {}
-        self.folded_all = self.observed_all = None
+        self.folded_all = self.observed_all = self.shared_gradient = None
+        self.shared_gradients, self.estimates = {}, {}
+        self.own_gradients.clear()

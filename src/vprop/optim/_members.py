@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vprop import noise
 from vprop.objective import Objective
+from vprop.optim._ranks import rank_and_count
 from vprop.placement import gradient_here, here
 from vprop.precision import compute_dtype, needs_master_copy
 
@@ -131,16 +132,22 @@ def draw_of(
 
 
 def signed_sample(group: dict[str, Any], sample: int) -> tuple[int, int]:
-    """Which noise a sample uses, and its sign: two antithetic ones share theirs."""
+    """Which noise a sample uses, and its sign: two antithetic ones share theirs.
+
+    Ranks with noise of their own count on, so that R of them with K samples each draw what one process draws with RK.
+    """
+    count = group["mc_samples"]
+    first = rank_and_count()[0] if group.get("noise") == "per_rank" else 0
     if group["antithetic"]:
-        return sample // 2, -1 if sample % 2 else 1
-    return sample, 1
+        return first * ((count + 1) // 2) + sample // 2, -1 if sample % 2 else 1
+    return first * count + sample, 1
 
 
-def label_draw_of(member: Member, state: dict[str, Tensor], sample: int) -> noise.Draw:
+def label_draw_of(member: Member, state: dict[str, Tensor], sample: int, rank: int = 0) -> noise.Draw:
     """Where the labels of a sample are drawn from."""
     draw, _ = draw_of(member, state, sample, None)
-    return draw._replace(sample=sample, stream=noise.Stream.LABELS)
+    number = rank * max(1, member.group["mc_samples"]) + sample
+    return draw._replace(sample=number, stream=noise.Stream.LABELS)
 
 
 def parameters_in(objective: Objective, members: list[Member], optimizer: str) -> dict[str, Tensor]:

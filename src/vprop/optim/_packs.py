@@ -16,6 +16,7 @@ from vprop.kernels.table import Role, Table, int64
 from vprop.noise import Draw, Stream, source_word
 from vprop.optim._interrupts import interrupts_wait
 from vprop.optim._members import Member, ess_of, members_of, signed_sample
+from vprop.optim._ranks import has_own_noise
 from vprop.optim._written import Written
 from vprop.precision import compute_dtype
 
@@ -230,14 +231,25 @@ class PackedSample:
     table: Table
     done: bool = False
     """Whether it is in the weights."""
+    means: list[Tensor] | None = None
+    """Copies of the weights, where the noise differs from rank to rank: taken out, it would leave them with roundings
+    of their own, and the ranks would drift apart."""
 
     def write(self) -> None:
         """Write the sample into the weights."""
+        if has_own_noise(self.pack.group):
+            self.means = [p.detach().clone() for p in self.pack.params]
         self._perturb(1)
 
     def take_out(self) -> None:
         """Put the mean back."""
-        self._perturb(-1)
+        if self.means is None:
+            self._perturb(-1)
+            return
+        with interrupts_wait():
+            torch._foreach_copy_([p.detach() for p in self.pack.params], self.means)
+            self.done, self.means = False, None
+        self.pack.tell_autograd()
 
     def _perturb(self, direction: int) -> None:
         with interrupts_wait():
@@ -254,7 +266,7 @@ class PackedSample:
             step = count if pack.group["capturable"] else int(count)
             draw = Draw(noise.seed, member.number, step, noise.source & (2**30 - 1), Stream(noise.source >> 30))
             damping = noise.damping if pack.prior_precision is None else pack.prior_precision[i] / noise.ess
-            mean = state.get("mean")
+            mean = state.get("mean") if self.means is None else self.means[i]
             entries.append(Written(member, draw, noise.sign, pack.hess[i], noise.ess, damping, mean, done=True))
         return entries
 

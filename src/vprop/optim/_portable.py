@@ -19,24 +19,25 @@ from vprop.objective import Objective
 from vprop.optim._arguments import check_estimator
 from vprop.optim._base import VariationalOptimizer
 from vprop.optim._fused import settings_of
+from vprop.optim._gathered import drop_gathered
 from vprop.optim._members import (
     Marginal,
     Member,
     draw_of,
     gradient_of,
-    label_draw_of,
     mean_of,
     members_of,
     named_members,
     new_state,
-    parameters_in,
     require_finite,
     state_here,
 )
+from vprop.optim._ranks import average_over_ranks, has_own_noise
 from vprop.optim._written import Written, bundles_of
 from vprop.placement import here, whole
 from vprop.posterior import DiagonalPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
+from vprop.wrappers import unwrapped
 
 
 @dataclass
@@ -123,6 +124,8 @@ class PortableDiagonal(VariationalOptimizer):
             mean = mean_of(member.local, state)
             if evaluation_draw is None:
                 state["mean"].copy_(mean)
+        elif has_own_noise(member.group):
+            mean = member.local.detach().clone()  # so that ranks do not drift apart, by roundings of their own
         return self._address(member, state, sample, evaluation_draw, mean)
 
     def _address(
@@ -149,12 +152,13 @@ class PortableDiagonal(VariationalOptimizer):
             members = [member for member in self._members() if member.group is group]
             if not members:
                 continue
-            inside = parameters_in(objective, members, type(self).__name__)
-            labels = label_draw_of(members[0], self._state(members[0]), sample)
-            observed = estimator.observe(objective, inside, labels)
-            sign = -1 if estimator.signed and group["maximize"] else 1
-            for p, value in zip(inside.values(), observed, strict=True):
-                self._ledger.observed[p] = sign * value.detach().to(compute_dtype(p))
+            observed = self._observed(estimator, objective, members, sample)
+            curvatures = [
+                estimator.curvature_of(value.to(compute_dtype(member.p)))
+                for member, value in zip(members, observed, strict=True)
+            ]
+            for member, value in zip(members, self._seen_by_all(curvatures, objective, group), strict=True):
+                self._ledger.observed[member.p] = value
 
     def _fold_members(self, members: list[Member]) -> None:
         ledger = self._ledger
@@ -174,7 +178,22 @@ class PortableDiagonal(VariationalOptimizer):
             observed = ledger.observed.pop(p, None)
             if observed is None and estimator.needs_objective:
                 observed = torch.zeros_like(grad)
-            ledger.folded[p] = estimator.fold(folded, Evidence(grad, observed, noises.get(p)))
+            own = self._own_gradient(member) if has_own_noise(member.group) else grad
+            ledger.folded[p] = estimator.fold(folded, Evidence(own, observed, noises.get(p)))
+            if own is not grad:
+                ledger.shared_gradients[p] = _running(ledger.shared_gradients.get(p), grad, ledger.folded[p].count)
+
+    def _average_over_ranks(self) -> None:
+        """Where ranks have noise of their own: the mean over ranks of ĥ, and the gradients that are means already."""
+        ledger, shared = self._ledger, self._ledger.shared_gradients
+        members = [member for member in self._members() if member.p in shared and member.p in ledger.folded]
+        if not members:
+            return
+        self._require_averaged([shared[member.p] for member in members])
+        estimates = [self._estimate(m, state_here(self._state(m)), ledger.folded[m.p]) for m in members]
+        for member, estimate in zip(members, average_over_ranks(estimates), strict=True):
+            ledger.estimates[member.p] = estimate
+            ledger.folded[member.p].grad = shared[member.p]
 
     def _noises(self, members: list[Member]) -> dict[Tensor, Tensor]:
         """ε of the open sample, generated again."""
@@ -188,6 +207,8 @@ class PortableDiagonal(VariationalOptimizer):
 
     def _estimate(self, member: Member, state: dict[str, Tensor], folded: Folded) -> Tensor:
         """ĥ of a parameter."""
+        if member.p in self._ledger.estimates:
+            return self._ledger.estimates[member.p]
         estimator, precision = self._curvature(member.group), None
         if estimator.needs_noise:
             precision = self._sampled_precision([_Ready(member, state, folded)], state["hess"])
@@ -205,15 +226,12 @@ class PortableDiagonal(VariationalOptimizer):
 
     def _update_bundle(self, bundle: list[_Ready]) -> None:
         """One step of parameters of one kind, gathered into flat tensors if they are several."""
-        group, ess = bundle[0].member.group, bundle[0].member.ess
+        group = bundle[0].member.group
         states, folded = [item.state for item in bundle], [item.folded for item in bundle]
         statistics = Folded(
             gather([f.grad for f in folded]), gather([f.product for f in folded]), count=folded[0].count
         )
         hess, damping = gather([s["hess"] for s in states]), gather_or_number([here(i.member.damping) for i in bundle])
-        estimator, precision = self._curvature(group), None
-        if estimator.needs_noise:
-            precision = self._sampled_precision(bundle, hess)
         momentum = gather([state["momentum"] for state in states]) if group["betas"][0] > 0 else None
         debiased = momentum is not None or self._debiases_hess
         new = self._rule(group)(
@@ -221,7 +239,7 @@ class PortableDiagonal(VariationalOptimizer):
             hess,
             momentum,
             statistics.grad,
-            estimator.hess(statistics, ess, precision),
+            self._bundled_estimate(bundle, statistics, hess),
             step=_steps(states) if debiased else 1.0,
             lr=self._step_size(group, damping),
             betas=group["betas"],
@@ -240,6 +258,15 @@ class PortableDiagonal(VariationalOptimizer):
             number = bundle[0].member.group_number
             size = sum(item.member.local.numel() for item in bundle)
             self._ledger.clipped.setdefault(number, []).append((new.clipped, size))
+
+    def _bundled_estimate(self, bundle: list[_Ready], statistics: Folded, hess: Tensor) -> Tensor:
+        """ĥ of parameters that are gathered into flat tensors."""
+        averaged = [self._ledger.estimates.get(item.member.p) for item in bundle]
+        if averaged[0] is not None:  # a bundle is of one group
+            return gather([estimate for estimate in averaged if estimate is not None])
+        estimator, first = self._curvature(bundle[0].member.group), bundle[0].member
+        precision = self._sampled_precision(bundle, hess) if estimator.needs_noise else None
+        return estimator.hess(statistics, first.ess, precision)
 
     def _sampled_precision(self, bundle: list[_Ready], hess: Tensor) -> Tensor:
         """1/σ² of this step's samples. The group may have been edited since they were drawn."""
@@ -276,6 +303,8 @@ class PortableDiagonal(VariationalOptimizer):
         """
         self._refuse_inside_sample("posterior()")
         self._leave()
+        model = unwrapped(model)
+        drop_gathered(member.p for member in self._members() if member.local is not member.p)
         self._report_unusable(deferred=True)
         named = named_members(model, self._members())
         sizes = {member.ess for _, member in named}
@@ -298,6 +327,11 @@ class PortableDiagonal(VariationalOptimizer):
             likelihood=likelihood,
             noise_variance=noise_variance,
         )
+
+
+def _running(mean: Tensor | None, value: Tensor, count: int) -> Tensor:
+    """The mean of ``count`` values, of which this is the last and those that are missing were zero."""
+    return value / count if mean is None else mean.lerp(value, 1 / count)
 
 
 def _nothing_seen(grad: Tensor) -> Evidence:

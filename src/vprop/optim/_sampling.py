@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from vprop.optim._arguments import check_samples, invalid
 from vprop.optim._gathered import drop_gathered
 from vprop.optim._ledger import Holder, Ledger
+from vprop.optim._ranks import has_own_noise, rank_and_count
 from vprop.placement import is_spread
 
 
@@ -139,9 +140,23 @@ class SamplingOptimizer(Optimizer):
                 "optimizer.discard_samples()."
             )
         if count > 0:
+            for group in self.param_groups:
+                if has_own_noise(group):
+                    self._ledger.own_gradients.watch(p for p in group["params"] if p.requires_grad)
+            self._note_seeds()
             self._perturb(sample, None)
         self._ledger.open_sample = sample
         self._ledger.holder = holder
+
+    @torch.compiler.disable
+    def _note_seeds(self) -> None:
+        shared = [group for group in self.param_groups if group.get("noise", "shared") == "shared"]
+        if shared and rank_and_count()[1] > 1:
+            self._ledger.seed_check.leave_note(shared)
+
+    @torch.compiler.disable
+    def _compare_seeds(self) -> None:
+        self._ledger.seed_check.compare([g for g in self.param_groups if g.get("noise", "shared") == "shared"])
 
     def _perturb(self, sample: int, evaluation_draw: int | None) -> None:
         # State made here outlives the block that asked for a sample, so it must not be inference tensors.

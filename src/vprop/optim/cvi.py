@@ -58,6 +58,7 @@ class CVI(DiagonalOptimizer):
         hess_init: float = 1.0,
         clip_radius: float = float("inf"),
         seed: int = 0,
+        noise: str = "shared",
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,

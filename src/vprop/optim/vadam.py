@@ -72,6 +72,7 @@ class Vadam(DiagonalOptimizer):
         hess_init: float = 0.0,
         clip_radius: float = float("inf"),
         seed: int = 0,
+        noise: str = "shared",
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,

@@ -48,6 +48,9 @@ class Vprop(DiagonalOptimizer):
         hess_init: h before the first step, in units of the mean loss's curvature.
         clip_radius: bound on each element of the preconditioned step, before ``lr``.
         seed: key of the noise.
+        noise: in a run on several ranks (DistributedDataParallel), ``"shared"`` draws the same sample on all of them,
+            and ``"per_rank"`` one of its own on each: more samples for the same work, at the price of one more
+            reduction per step and a copy of the weights.
         maximize: the loss is a log-likelihood to maximize.
         foreach: ask for torch's own operations, which run on any device and can be compiled, in place of kernels:
             ``True`` for all parameters of a group as one flat tensor, ``False`` for one at a time. The same result to
@@ -93,6 +96,7 @@ class Vprop(DiagonalOptimizer):
         hess_init: float = 1.0,
         clip_radius: float = float("inf"),
         seed: int = 0,
+        noise: str = "shared",
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,

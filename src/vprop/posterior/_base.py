@@ -17,6 +17,7 @@ from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
 from vprop.objective import LossFunction, Objective, batch_size_of, call_with_weights
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
+from vprop.wrappers import refuse_spread
 
 
 class ElboEstimate(NamedTuple):
@@ -130,10 +131,12 @@ class Posterior(ABC):
     ) -> Prediction:
         """Outputs of the model, in evaluation mode, under ``num_samples`` weights drawn with ``seed``.
 
-        ``likelihood`` says what the outputs are (see :class:`Prediction`); by default what the posterior was made
-        with. The model's own weights are not touched.
+        A tuple ``x`` becomes the positional arguments of the model, a dict its keyword arguments. Of an output that
+        has ``logits`` (Hugging Face) these are taken. ``likelihood`` says what the outputs are (see
+        :class:`Prediction`); by default what the posterior was made with. The model's own weights are not touched.
         """
         check_num_samples(num_samples)
+        refuse_spread(self.model, "predict()")
         likelihood = self.likelihood if likelihood is None else likelihood
         if noise_variance is None and likelihood == "gaussian":
             noise_variance = self.noise_variance
@@ -141,12 +144,13 @@ class Posterior(ABC):
         with _evaluation_mode(self.model):
             for weights in self._weight_samples(num_samples, seed):
                 output = call_with_weights(self.model, weights, x)
-                if not isinstance(output, Tensor):
+                logits = getattr(output, "logits", output)
+                if not isinstance(logits, Tensor):
                     raise TypeError(
-                        f"predict needs a model that returns a tensor, this one returns {type(output).__name__}. Wrap "
-                        "it in a module whose forward picks the tensor out (for Hugging Face: the .logits)."
+                        "predict needs a model that returns a tensor, or an output with .logits; this one returns "
+                        f"{type(output).__name__}. Wrap it in a module whose forward picks the tensor out."
                     )
-                outputs.append(output)
+                outputs.append(logits)
         return Prediction(torch.stack(outputs), likelihood, noise_variance)
 
     def _weight_samples(self, num_samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
@@ -206,6 +210,7 @@ class Posterior(ABC):
             )
         # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
         losses, examples = [0.0] * num_samples, 0
+        refuse_spread(self.model, "elbo()")
         with _evaluation_mode(self.model):
             for x, y, batch_loss in self._batches(objective, loss_fn):
                 size = batch_size_of(y)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from vprop.posterior.prior import GaussianPrior
+from vprop.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from vprop.posterior._base import Posterior
@@ -49,6 +50,7 @@ def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
     from vprop.posterior.full import FullPosterior
 
     sections, settings = _read(path)
+    model = unwrapped(model)
     parameters = dict(model.named_parameters())
     _check_fit(sections["mean"], parameters, path)
     # A file has no order; the noise of a parameter depends on its place among the model's.

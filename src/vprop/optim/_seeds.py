@@ -1,0 +1,108 @@
+"""Ranks that average their gradients but draw different noise: found without a word between them that could hang.
+
+A collective operation would wait for ever for a rank that makes no step (one that trains another model, say). The
+key-value store that every process group has does not wait: each rank leaves a note of its seed when it draws its first
+sample, and reads the others' notes when it makes its first step. By then a backward has gone through, in which all
+ranks that average gradients have met, so their notes are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vprop.optim._ranks import rank_and_count
+from vprop.placement import gradient_here, here, is_spread
+
+PATIENCE = 10.0
+"""Seconds to wait for the second note of a rank whose first one is suspicious."""
+LOOKED_AT = 64
+"""Elements of each tensor that go into a note."""
+
+
+@dataclass
+class SeedCheck:
+    """One look per optimizer at whether the ranks' seeds agree."""
+
+    _notes: dict[str, str] = field(default_factory=dict)
+    _done: bool = False
+
+    def leave_note(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Say with which seeds samples of which weights are drawn here. Before the first sample."""
+        if self._done or self._notes or rank_and_count()[1] == 1:
+            return
+        params = [p for group in groups for p in group["params"]]
+        weights = _digest([here(p) for p in params if not is_spread(p)], [_layout(p) for p in params])
+        seeds = ",".join(str(group["seed"]) for group in groups)
+        rank, store = rank_and_count()[0], _store()
+        if store is None:
+            self._done = True
+            return
+        # Several optimizers may hold alike weights: the first of each rank is compared with the first of the others.
+        number = store.add(f"vprop/{weights}/{rank}", 1)
+        self._notes = {"name": f"vprop/{weights}/{number}", "seeds": seeds}
+        store.set(f"{self._notes['name']}/{rank}", seeds)
+
+    def compare(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raise if another rank draws other samples of the same weights and averages gradients with this one."""
+        if self._done or not self._notes:
+            return
+        self._done = True
+        (rank, count), store = rank_and_count(), _store()
+        name, seeds = self._notes["name"], self._notes["seeds"]
+        # All ranks look at the first one's note, and it looks at all: everybody sees a difference, with few messages.
+        for other in range(1, count) if rank == 0 else [0]:
+            key = f"{name}/{other}"
+            if not store.check([key]):
+                continue
+            theirs = store.get(key).decode()
+            if theirs != seeds and self._average_with(other, rank, groups, store):
+                first, second = sorted(((rank, seeds), (other, theirs)))
+                raise RuntimeError(
+                    f"Ranks {first[0]} and {second[0]} train the same weights with different seeds ({first[1]} and "
+                    f"{second[1]}): they draw different samples, and the average of their gradients belongs to none "
+                    'of them. Pass the same seed on all ranks; for other samples on every rank pass noise="per_rank".'
+                )
+
+    def _average_with(self, other: int, rank: int, groups: Sequence[dict[str, Any]], store: Any) -> bool:
+        """Whether the two ranks have the same gradients, which with different samples only an average can be."""
+        params = [p for group in groups for p in group["params"]]
+        if any(is_spread(p) for p in params):
+            return True
+        grads = [grad for p in params if (grad := gradient_here(p)) is not None]
+        ours, name = _digest(grads, []), self._notes["name"]
+        store.set(f"{name}/{rank}/gradients", ours)
+        key, until = f"{name}/{other}/gradients", time.monotonic() + PATIENCE
+        while not store.check([key]):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        return store.get(key).decode() == ours
+
+
+def _store() -> Any:
+    """The key-value store of the default process group; ``None`` if there is none that can be asked."""
+    store = dist.distributed_c10d._get_default_store()
+    return store if hasattr(store, "check") else None
+
+
+def _layout(p: Tensor) -> str:
+    if not is_spread(p):
+        return f"{tuple(p.shape)}"
+    return f"{tuple(p.shape)} {p.device_mesh.mesh.tolist()} {p.placements}"  # type: ignore[attr-defined]
+
+
+def _digest(tensors: Sequence[Tensor], words: Sequence[str]) -> str:
+    """A short name of what is in the tensors."""
+    digest = hashlib.sha256("|".join(words).encode())
+    for tensor in tensors:
+        values = tensor.detach().flatten()[:LOOKED_AT].to("cpu", torch.float64)
+        digest.update(repr(values.tolist()).encode())
+    return digest.hexdigest()[:32]
