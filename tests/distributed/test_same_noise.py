@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vprop
-from tests.distributed.runs import assert_differs, assert_equal, run
+from tests.distributed.runs import assert_differs, assert_equal, go_on, run, start
 from tests.harness import make_model
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-12}
@@ -90,3 +90,36 @@ def test_an_automatic_prior_looks_at_all_weights(ranks, strategy) -> None:
     assert_differs(alone, run(None, "Vprop", {}))
     for together in ranks(2)(run, strategy, "Vprop", arguments):
         assert_equal(together, alone, **ROUNDING)
+
+
+def packed_names(strategy: str, arguments: dict) -> list[str]:
+    """The parameters that kernels handle."""
+    model, optimizer = start(strategy, "IVON", arguments, torch.float32)
+    go_on(model, optimizer, strategy, "closure", steps=1)
+    packed = {id(p) for pack in optimizer._packs.packs for p in pack.owners}
+    return [name for name, p in model.named_parameters() if id(p) in packed]
+
+
+def test_kernels_take_parts_that_are_a_run_of_whole_quads(ranks) -> None:
+    first, second = ranks(2)(packed_names, "fsdp", {})
+    assert first == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert second == ["0.weight", "0.bias", "2.weight"]  # of three biases the third lies there: inside a quad
+    assert ranks(2)(packed_names, "tensor parallel", {})[1] == ["0.weight", "0.bias", "2.bias"]  # columns are no run
+    assert ranks(2)(packed_names, "fsdp", {"fused": False}) == [[], []]
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("fsdp", 2), ("fsdp", 4), ("tensor parallel", 2)])
+@pytest.mark.parametrize("optimizer", ["Vprop", "IVON", "Vadam"])
+def test_kernels_do_the_same(ranks, strategy, count, optimizer) -> None:
+    """float32: three steps, each of which rounds every number a few times."""
+    arguments = {"betas": (0.9, 0.99), "clip_radius": 5.0}
+    alone = run(None, optimizer, arguments, "closure", torch.float32)
+    for together in ranks(count)(run, strategy, optimizer, arguments, "closure", torch.float32):
+        assert_equal(together, alone, rtol=2e-5, atol=2e-6)
+
+
+def test_centred_kernels_do_the_same(ranks) -> None:
+    arguments = {"mc_samples": 2, "antithetic": True, "centered": True}
+    alone = run(None, "Vprop", arguments, "closure", torch.float32)
+    for together in ranks(2)(run, "fsdp", "Vprop", arguments, "closure", torch.float32):
+        assert_equal(together, alone, rtol=2e-5, atol=2e-6)

@@ -102,9 +102,11 @@ class Problem:
     numbers: list[int]
     without_grad: set[int] = field(default_factory=set)
     first_step: int = 0
+    first_blocks: list[int] | None = None
 
     def table(self) -> Table:
-        table = Table(self.numbers, self.roles, torch.tensor(self.counts, device=self.roles[Role.WEIGHT][0].device))
+        steps = torch.tensor(self.counts, device=self.roles[Role.WEIGHT][0].device)
+        table = Table(self.numbers, self.roles, steps, self.first_blocks)
         table.first_step = self.first_step
         if Role.GRAD in self.roles:
             table.grad_dtype = self.roles[Role.GRAD][0].dtype

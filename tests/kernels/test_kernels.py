@@ -333,3 +333,28 @@ def test_half_precision_is_torchs(kernels, dtype):
 def test_no_row_and_no_element(kernels):
     kernels.step(problem([(0,), (3, 0)]).copy(kernels.device).table(), STEP)
     kernels.perturb(problem([(0,)], dtype=torch.bfloat16).copy(kernels.device).table(), NOISE, 1)
+
+
+@each_version
+@pytest.mark.parametrize("curvature", [Curvature.SQUARE, Curvature.PRICE])
+def test_a_part_of_a_parameter_has_the_noise_of_its_place_in_the_whole(kernels, curvature):
+    """Bit for bit: a part begins at any multiple of four, and ends anywhere."""
+    whole = problem([(TILE + 50,)], momentum=True)
+    ends = [0, 24, TILE + 4, TILE + 50]
+    pieces = list(itertools.pairwise(ends))
+    parts = replace(
+        whole,
+        roles={role: [ts[0][a:b].clone() for a, b in pieces] for role, ts in whole.roles.items()},
+        counts=whole.counts * len(pieces),
+        numbers=whole.numbers * len(pieces),
+        first_blocks=[a // 4 for a, _ in pieces],
+    )
+    step = replace(STEP, curvature=curvature, sampled=True, next_source=9, betas=(0.9, 0.95))
+    done = []
+    for case in (whole.copy(kernels.device), parts.copy(kernels.device)):
+        kernels.perturb(case.table(), step.noise, 1)
+        sample = torch.cat(case.roles[Role.WEIGHT]).clone()
+        kernels.step(case.table(), step)
+        done.append([sample] + [torch.cat(case.roles[role]) for role in (Role.WEIGHT, Role.HESS, Role.MOMENTUM)])
+    for of_whole, of_parts in zip(*done, strict=True):
+        assert torch.equal(of_whole, of_parts)

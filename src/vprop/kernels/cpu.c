@@ -147,7 +147,7 @@ INLINE vf inverse_root(vf x) {
 /* -- what Python passes: call.py, table.py ------------------------------------------------------------------------ */
 
 enum { WEIGHT, HESS, MOMENTUM, MEAN, PRIOR_MEAN, PRIOR_PRECISION, GRAD, OTHER, ROLES };
-enum { SIZE = ROLES, PARAMETER, FIRST_TILE };
+enum { SIZE = ROLES, PARAMETER, FIRST_TILE, FIRST_BLOCK };
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 enum { SQUARE, PRICE, PAIR, GIVEN };
 enum { CLAMPED, RIEMANNIAN, VADAM };
@@ -159,7 +159,7 @@ enum { CLAMPED, RIEMANNIAN, VADAM };
 
 typedef struct {
     int64_t rows;
-    const int64_t *columns;  /* [11][rows]: the addresses by role, SIZE, PARAMETER, FIRST_TILE */
+    const int64_t *columns;  /* [12][rows]: the addresses by role, and the numbers above */
     const int64_t *geometry; /* NULL, or [rows][9][dims]: sizes, then strides by role */
     int64_t dims;
     const int64_t *steps; /* [rows] */
@@ -529,7 +529,7 @@ static void reconcile(float *mean, const float *weight, int64_t n, int type) {
 typedef struct {
     char *base[ROLES]; /* NULL where it has no such tensor */
     int type[ROLES];
-    int64_t size, parameter, first_tile, step;
+    int64_t size, parameter, first_tile, first_block, step;
     const int64_t *geometry;
     int64_t dims;
 } Row;
@@ -539,6 +539,7 @@ static Row row_of(const Table *table, int64_t number) {
         .size = table->columns[SIZE * table->rows + number],
         .parameter = table->columns[PARAMETER * table->rows + number],
         .first_tile = table->columns[FIRST_TILE * table->rows + number],
+        .first_block = table->columns[FIRST_BLOCK * table->rows + number],
         .step = table->steps[number] + table->first_step,
         .geometry = table->geometry ? table->geometry + number * (ROLES + 1) * table->dims : NULL,
         .dims = table->dims,
@@ -660,7 +661,7 @@ void perturb(const Table *table, const Noise *noise, int32_t direction, int64_t 
         const bool has_mean = row.base[MEAN];
         EACH_CHUNK(first, stop, n) {
             open_chunk(&chunk, &row, first, n, BIT(WEIGHT) | BIT(HESS) | BIT(MEAN) | BIT(PRIOR_PRECISION));
-            if (direction > 0 || !has_mean) normals(values, first, n, &draw, chunk.lane);
+            if (direction > 0 || !has_mean) normals(values, 4 * row.first_block + first, n, &draw, chunk.lane);
             if (direction > 0) {
                 if (has_mean) reconcile(chunk.lane.of[MEAN], chunk.lane.of[WEIGHT], n, row.type[WEIGHT]);
                 sample(chunk.lane, values, n, width);
@@ -708,8 +709,9 @@ void step(const Table *table, const Step *step, int64_t low, int64_t high, int64
         }
         EACH_CHUNK(first, stop, n) {
             open_chunk(&chunk, &row, first, n, roles);
-            if (needs_noise) normals(values, first, n, &draw, chunk.lane);
-            if (step->draws_next) normals(next_values, first, n, &next, needs_noise ? (Lanes){{0}} : chunk.lane);
+            const int64_t element = 4 * row.first_block + first;
+            if (needs_noise) normals(values, element, n, &draw, chunk.lane);
+            if (step->draws_next) normals(next_values, element, n, &next, needs_noise ? (Lanes){{0}} : chunk.lane);
             if (step->sampled) restore(chunk.lane, values, n, u.width);
             else if (has_mean) reconcile(chunk.lane.of[MEAN], chunk.lane.of[WEIGHT], n, row.type[WEIGHT]);
             if (takes_part) update(chunk.lane, values, n, &u, counts, step->curvature, step->rule);

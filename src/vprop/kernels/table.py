@@ -43,6 +43,8 @@ class Column(enum.IntEnum):
     """The parameter's number, which addresses its noise."""
     FIRST_TILE = len(Role) + 2
     """How many tiles the rows before it have."""
+    FIRST_BLOCK = len(Role) + 3
+    """A quarter of the number of its first element, which is not 0 for a part of a parameter that lies elsewhere."""
 
 
 COUNTERS = 1024
@@ -136,6 +138,7 @@ class Table:
         numbers: Sequence[int],
         fixed: Mapping[Role, Sequence[Tensor]],
         steps: Tensor,
+        first_blocks: Sequence[int] | None = None,
     ) -> None:
         weights, hess = fixed[Role.WEIGHT], fixed[Role.HESS]
         self.device = weights[0].device
@@ -150,7 +153,8 @@ class Table:
         pointers = {role: list(map(Tensor.data_ptr, tensors)) for role, tensors in fixed.items()}
         nothing = [0] * self.rows
         self._loose: dict[Role, list[int]] = {Role.GRAD: nothing, Role.OTHER: nothing}
-        columns = [pointers.get(role, nothing) for role in Role] + [sizes, list(numbers), first_tiles]
+        numbers_of_rows = [sizes, list(numbers), first_tiles, list(first_blocks or nothing)]
+        columns = [pointers.get(role, nothing) for role in Role] + numbers_of_rows
         self.columns = int64(value for column in columns for value in column).view(-1, self.rows).to(self.device)
         # Gradients, and what is made of them, are laid out like the state.
         by_role = [fixed.get(role, hess if role >= Role.GRAD else None) for role in Role]

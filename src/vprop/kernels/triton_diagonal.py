@@ -26,6 +26,7 @@ _OTHER = tl.constexpr(int(Role.OTHER))
 _ROLES = tl.constexpr(len(Role))
 _SIZE = tl.constexpr(int(Column.SIZE))
 _PARAMETER = tl.constexpr(int(Column.PARAMETER))
+_FIRST_BLOCK = tl.constexpr(int(Column.FIRST_BLOCK))
 _FIRST_TILE = tl.constexpr(int(Column.FIRST_TILE))
 _SQUARE = tl.constexpr(int(Curvature.SQUARE))
 _PRICE = tl.constexpr(int(Curvature.PRICE))
@@ -172,7 +173,8 @@ def _perturb(
                 columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
             )
             damping = _read(precisions, mask, MASKED) / ess
-        noise = normals(start // 4, parameter, step, source, key0, key1, BLOCK // 4)
+        block = tl.load(columns + _FIRST_BLOCK * rows + row) + start // 4
+        noise = normals(block, parameter, step, source, key0, key1, BLOCK // 4)
         offset = noise * tl.rsqrt(_precision(hess, ess, damping))
         if RESTORE:
             sign = -sign
@@ -237,6 +239,7 @@ def _step(
     place = _place(geometry, row, element, DIMS, ALIKE, INDEX)
     count = first_step + tl.load(steps + row)
     parameter = tl.load(columns + _PARAMETER * rows + row)
+    block = tl.load(columns + _FIRST_BLOCK * rows + row) + start // 4
 
     # All reads come first, so that they are under way while the noise is made. A parameter that takes no part has no
     # gradient: its curvature is read in place of it, and counts as zero.
@@ -277,7 +280,7 @@ def _step(
     # The mean. The noise also enters Price's curvature.
     if (SAMPLED and not HAS_MEAN) or CURVATURE == _PRICE:
         sampled_at = tl.where(takes_part, count - 1, count)
-        noise = normals(start // 4, parameter, sampled_at, source, key0, key1, BLOCK // 4)
+        noise = normals(block, parameter, sampled_at, source, key0, key1, BLOCK // 4)
         precision = _precision(hess, ess, damping)
         deviation = tl.rsqrt(precision)
         if SAMPLED and not HAS_MEAN:
@@ -355,7 +358,7 @@ def _step(
     if HAS_MEAN:
         _write(means, new_mean, mask, MASKED)
     if DRAWS_NEXT:
-        noise = normals(start // 4, parameter, count, next_source, key0, key1, BLOCK // 4)
+        noise = normals(block, parameter, count, next_source, key0, key1, BLOCK // 4)
         new_mean = _plus(new_mean, 1.0, noise * tl.rsqrt(_precision(new_hess, ess, damping)))
     _write(weights, new_mean, mask, MASKED)
 

@@ -207,25 +207,25 @@ class DiagonalOptimizer(PortableDiagonal):
         direct, others = self._direct(pack), list[Tensor | None]()
         grads: list[Tensor | None]
         if direct is None:
-            folded = [self._ledger.folded.pop(p, None) for p in pack.params]
+            folded = [self._ledger.folded.pop(p, None) for p in pack.owners]
             curvature, scale = Curvature.GIVEN, 1.0
             grads = [None if f is None else f.grad for f in folded]
             others = [
-                None if f is None else self._estimate(member, state, f)
+                None if f is None else self._estimate(member, state_here(state), f)
                 for member, state, f in zip(pack.members, pack.states, folded, strict=True)
             ]
         else:
-            (curvature, scale), grads = direct, [p.grad for p in pack.params]
+            (curvature, scale), grads = direct, pack.gradients()
             if any_sparse(grads):
                 for member in pack.members:
                     gradient_of(member, copy=False)  # says which, and what to do
             if curvature is Curvature.PAIR:
-                others = [self._ledger.partners.pop(p, None) for p in pack.params]
+                others = [self._ledger.partners.pop(p, None) for p in pack.owners]
                 for i, (p, grad, other) in enumerate(zip(pack.params, grads, others, strict=True)):
                     if grad is None and other is not None:
                         grads[i] = torch.zeros_like(p)
                     elif other is None and grad is not None:
-                        others[i] = torch.zeros_like(pack.states[i]["hess"])
+                        others[i] = torch.zeros_like(pack.hess[i])
         noise = noise_of(group, max(1, group["mc_samples"]) - 1, Stream.TRAINING)
         active = self._active_samples().get(id(pack))
         step = Step(

@@ -99,7 +99,7 @@ class Job:
             pack.count_step(took_part, by=-1)
             pack.look_at_counts()
             raise
-        pack.tell_autograd()
+        pack.weights_changed()
 
 
 def present_in(tensors: list[Any], missing: list[bool]) -> list[Tensor]:

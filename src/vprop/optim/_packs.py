@@ -14,10 +14,12 @@ from vprop import kernels
 from vprop.kernels.call import Noise
 from vprop.kernels.table import Role, Table, int64
 from vprop.noise import Draw, Stream, source_word
+from vprop.optim._gathered import drop_gathered
 from vprop.optim._interrupts import interrupts_wait
 from vprop.optim._members import Member, ess_of, members_of, signed_sample
 from vprop.optim._ranks import has_own_noise
 from vprop.optim._written import Written
+from vprop.placement import block_of, gradient_here, here
 from vprop.precision import compute_dtype
 
 _KEYS = {Role.HESS: "hess", Role.MOMENTUM: "momentum", Role.MEAN: "mean"}
@@ -36,17 +38,18 @@ class Pack:
     def __init__(self, members: list[Member], states: list[State], backend: kernels.Backend) -> None:
         self.members, self.states, self.backend = members, states, backend
         self.group, self.group_number = members[0].group, members[0].group_number
-        self.params = [member.p for member in members]
+        self.owners, self.params = [member.p for member in members], [member.local for member in members]
+        self.is_spread = self.owners[0] is not self.params[0]
         self.size = sum(p.numel() for p in self.params)
         self.counts = _as_one([state["step"] for state in states])
         for state, count in zip(states, self.counts.unbind(), strict=True):
             state["step"] = count
         roles = {role: key for role, key in _KEYS.items() if key in states[0]}
         self._getters = [itemgetter(key) for key in (*roles.values(), "step")]
-        fixed = {Role.WEIGHT: self.params} | {role: [s[key] for s in states] for role, key in roles.items()}
+        fixed = {Role.WEIGHT: self.params} | {role: [here(s[key]) for s in states] for role, key in roles.items()}
         for role, prior in ((Role.PRIOR_MEAN, "prior_mean"), (Role.PRIOR_PRECISION, "prior_precision")):
             if isinstance(self.group[prior], list):
-                fixed[role] = [self.group[prior][member.position] for member in members]
+                fixed[role] = [here(self.group[prior][member.position]) for member in members]
         self.hess = fixed[Role.HESS]
         # Kept, because a sample may be taken out after the group got another prior.
         self.prior_precision, self._prior_mean = fixed.get(Role.PRIOR_PRECISION), fixed.get(Role.PRIOR_MEAN)
@@ -54,14 +57,21 @@ class Pack:
         self._own_steps = self.counts.device == device
         self._offsets = [0] * len(members)
         steps = self.counts if self._own_steps else torch.zeros(len(members), dtype=torch.int64, device=device)
-        self.table = Table([member.number for member in members], fixed, steps)
+        blocks = [_first_block(member) for member in members] if self.is_spread else None
+        self.table = Table([member.number for member in members], fixed, steps, blocks)  # type: ignore[arg-type]
         self._addresses = self._current_addresses()
 
     def _current_addresses(self) -> list[list[Any]]:
         # Nothing but built-in functions: a model can have thousands of tensors, and this is done twice a step.
-        columns = [self.params, *(map(getter, self.states) for getter in self._getters)]
-        layout = [list(map(look, self.params)) for look in (_DTYPE, Tensor.numel, Tensor.stride)]
-        return [*(list(map(Tensor.data_ptr, column)) for column in columns), list(map(len, self.states)), *layout]
+        params, columns = self.params, [map(getter, self.states) for getter in self._getters]
+        if self.is_spread:
+            params, columns = list(map(here, self.owners)), [map(here, column) for column in columns]
+        layout = [list(map(look, params)) for look in (_DTYPE, Tensor.numel, Tensor.stride)]
+        return [
+            *(list(map(Tensor.data_ptr, column)) for column in (params, *columns)),
+            list(map(len, self.states)),
+            *layout,
+        ]
 
     def is_current(self) -> bool:
         """Whether parameters and tensors of the state are still where they were, whoever may have moved them."""
@@ -70,9 +80,15 @@ class Pack:
         except KeyError:  # a tensor of the state is gone
             return False
 
-    def tell_autograd(self) -> None:
-        """The weights have changed: a backward that needs the old ones must be an error, as after torch's own."""
+    def weights_changed(self) -> None:
+        """Tell those who should know: a backward that needs the old weights must be an error, as after torch's own."""
         torch.autograd.graph.increment_version(self.params)
+        if self.is_spread:
+            drop_gathered(self.owners)
+
+    def gradients(self) -> list[Tensor | None]:
+        """``p.grad`` of all parameters."""
+        return list(map(gradient_here, self.owners)) if self.is_spread else [p.grad for p in self.params]
 
     def has_momentum(self) -> bool:
         """Whether the state holds an average of the gradients."""
@@ -146,7 +162,8 @@ class Packs:
         packs, others = [], []
         kinds: dict[tuple[Any, ...], list[tuple[Member, State]]] = {}
         for member in members_of(param_groups):
-            if not (groups[member.group_number][0] and kernels.takes(member.p)):
+            allowed_here = groups[member.group_number][0] and kernels.takes(member.local)
+            if not allowed_here or _first_block(member) is None:
                 others.append(member)
                 continue
             own = state_of(member)
@@ -186,16 +203,27 @@ def _fingerprint(group: dict[str, Any], allowed: bool) -> tuple[Any, ...]:
         allowed,
         group["capturable"],
         list(map(_REQUIRES_GRAD, group["params"])),
-        [list(map(Tensor.data_ptr, tensors)) if isinstance(tensors, list) else None for tensors in lists],
+        [[here(t).data_ptr() for t in tensors] if isinstance(tensors, list) else None for tensors in lists],
     )
+
+
+def _first_block(member: Member) -> int | None:
+    """A quarter of the number of the first element that lies here; ``None`` if there is no saying for kernels.
+
+    They generate the noise of four elements at a time, of which none may lie elsewhere, and of elements in a row.
+    """
+    if member.local is member.p:
+        return 0
+    start = block_of(member.p).start
+    return None if start is None or start % 4 or not member.local.numel() else start // 4
 
 
 def _usual(member: Member, state: State) -> bool:
     """Whether the state is as kernels expect it; a stranger may have put something else there."""
-    p = member.p
+    p = member.local
     lists = (member.group["prior_mean"], member.group["prior_precision"])
     extra = [tensors[member.position] for tensors in lists if isinstance(tensors, list)]
-    tensors = [state[key] for key in _KEYS.values() if key in state] + extra
+    tensors = [here(t) for t in [state[key] for key in _KEYS.values() if key in state] + extra]
     step = state["step"]
     return (
         isinstance(step, Tensor)
@@ -209,14 +237,15 @@ def _usual(member: Member, state: State) -> bool:
 
 
 def _kind(member: Member, state: State) -> tuple[Any, ...]:
-    p = member.p
-    tensors = [p] + [state[key] for key in _KEYS.values() if key in state]
+    p = member.local
+    tensors = [p] + [here(state[key]) for key in _KEYS.values() if key in state]
     return (
         member.group_number,
         p.device,
         p.dtype,
         state["step"].device,
         "momentum" in state,
+        p is not member.p,
         all(tensor.is_contiguous() for tensor in tensors),
         all(tensor.data_ptr() % 16 == 0 for tensor in tensors),
     )
@@ -249,13 +278,13 @@ class PackedSample:
         with interrupts_wait():
             torch._foreach_copy_([p.detach() for p in self.pack.params], self.means)
             self.done, self.means = False, None
-        self.pack.tell_autograd()
+        self.pack.weights_changed()
 
     def _perturb(self, direction: int) -> None:
         with interrupts_wait():
             self.pack.backend.perturb(self.table, self.noise, direction)
             self.done = direction > 0
-        self.pack.tell_autograd()
+        self.pack.weights_changed()
 
     def as_written(self) -> list[Written]:
         """The same for the portable path, to take it out with."""
@@ -266,7 +295,7 @@ class PackedSample:
             step = count if pack.group["capturable"] else int(count)
             draw = Draw(noise.seed, member.number, step, noise.source & (2**30 - 1), Stream(noise.source >> 30))
             damping = noise.damping if pack.prior_precision is None else pack.prior_precision[i] / noise.ess
-            mean = state.get("mean") if self.means is None else self.means[i]
+            mean = here(state.get("mean")) if self.means is None else self.means[i]
             entries.append(Written(member, draw, noise.sign, pack.hess[i], noise.ess, damping, mean, done=True))
         return entries
 
