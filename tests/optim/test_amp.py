@@ -1,4 +1,4 @@
-"""Clipping and GradScaler between backward and step."""
+"""Clipping and GradScaler between backward and step; samples inside one autocast block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 
 from tests.harness import assert_same_run, make_batch, make_model, train
 from tests.table import cases
-from vprop import Vprop
+from vprop import Objective, Vprop
 
 ONE_SAMPLE = cases(at_most_samples=1, any_loop=True)
 
@@ -143,3 +143,73 @@ def test_after_a_skipped_step_an_unscaled_closure_is_welcome():
     optimizer.zero_grad()
     train(Vprop, model=model, optimizer=optimizer, steps=1)
     assert int(optimizer.state[model[0].weight]["step"]) == 1
+
+
+def test_weights_are_the_mean_after_a_skipped_step():
+    """Whoever averages or saves the weights then, must not average or save a sample; and the run goes on with it."""
+    reference = train(Vprop, "attached", steps=1, num_data=200)
+    model = make_model()
+    optimizer, average = Vprop(model.parameters(), num_data=200), torch.optim.swa_utils.AveragedModel(model)
+    handle, scaler = optimizer.attach(model), GradScaler("cpu", init_scale=2.0**10)
+    for overflow in (True, False):
+        optimizer.zero_grad()
+        forward_backward(optimizer, model, "attached", scaler.scale, make_batch(seed=0))
+        if overflow:
+            model[0].weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        if overflow:
+            average.update_parameters(model)
+    handle.remove()
+    for p, start in zip(average.module.parameters(), make_model().parameters(), strict=True):
+        torch.testing.assert_close(p, start, rtol=1e-5, atol=1e-6)
+    assert_same_run(reference, (model, optimizer), rtol=1e-5, atol=1e-6)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def test_all_samples_of_a_step_inside_one_autocast_block():
+    """Autocast keeps its casts of the weights until the block ends, and the weights are others for each sample."""
+    runs = []
+    for around_step in (False, True):
+        model = make_model()
+        optimizer = Vprop(model.parameters(), num_data=200, mc_samples=2)
+
+        for step in range(3):
+            objective = Objective(model, F.cross_entropy, *make_batch(seed=step))
+            if around_step:
+                with autocast():
+                    optimizer.step(objective)
+                continue
+
+            def closure(optimizer=optimizer, objective=objective):
+                optimizer.zero_grad()
+                with autocast():
+                    loss = F.cross_entropy(objective.model(objective.x), objective.y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        runs.append((model, optimizer))
+    assert_same_run(*runs)
+
+
+@pytest.mark.parametrize("way", ["steps", "evaluations", "modes"])
+def test_weights_that_change_inside_one_autocast_block_are_cast_anew(way):
+    model, (x, y) = make_model(), make_batch()
+    optimizer = Vprop(model.parameters(), num_data=20)
+    outputs = []
+    with autocast():
+        if way == "steps":
+            for _ in range(2):
+                outputs.append(optimizer.step(Objective(model, F.cross_entropy, x, y)))
+        elif way == "evaluations":
+            for _ in range(2):
+                with optimizer.sampled_params(train=False):
+                    outputs.append(model(x))
+        else:
+            optimizer.attach(model)
+            outputs = [model(x), model.eval()(x)]
+    assert not torch.equal(*outputs)

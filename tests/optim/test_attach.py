@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune as pruning
 
 from tests.harness import assert_same_run, attached_step, backward, make_batch, make_model
-from vprop import Vprop
+from vprop import IVON, Vprop
 
 
 @pytest.fixture
@@ -192,3 +193,68 @@ def test_batchnorm_statistics_can_be_recomputed_at_the_mean_after_detaching():
     handle.remove()
     torch.optim.swa_utils.update_bn([x], model)
     torch.testing.assert_close(model[1].running_mean, model[0](x).mean(0).detach())
+
+
+def prune(layer):
+    return pruning.l1_unstructured(layer, "weight", 4)
+
+
+def own_hook(layer):
+    """What torch's pruning and the older weight_norm do: make the weight of a parameter before each forward."""
+    original = layer.weight
+    del layer.weight
+    layer.register_parameter("original", original)
+    layer.register_forward_pre_hook(lambda module, args: setattr(module, "weight", 2 * module.original))
+    layer.weight = 2 * original
+    return layer
+
+
+@pytest.mark.parametrize("change", [prune, own_hook])
+def test_hooks_that_make_weights_see_the_sample(change):
+    """Also where the attached module is the one that has them."""
+    layer, (x, _) = change(nn.Linear(4, 3)), make_batch()
+    optimizer = Vprop(layer.parameters(), num_data=20)
+    with torch.no_grad(), optimizer.sampled_params():
+        expected = layer(x)
+    optimizer.attach(layer)
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+
+
+def test_two_optimizers_with_different_parameters_share_a_model():
+    """Each samples its own part, as if the other's had been sampled by hand."""
+    runs = []
+    for attached in (False, True):
+        model = make_model()
+        body, head = Vprop(model[0].parameters(), num_data=100), IVON(model[2].parameters(), num_data=100)
+        handles = [optimizer.attach(model) for optimizer in (body, head) if attached]
+        for step in range(3):
+            if attached:
+                backward(model, [make_batch(seed=step)])
+            else:
+                with body.sampled_params(), head.sampled_params():
+                    backward(model, [make_batch(seed=step)])
+            for optimizer in (body, head):
+                optimizer.step()
+                optimizer.zero_grad()
+        for handle in handles:
+            handle.remove()
+        runs.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mistake", ["evaluation mode", "parts"])
+def test_a_step_without_a_training_forward_of_the_attached_model_is_an_error(mistake):
+    model, (x, y) = make_model(), make_batch()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    optimizer.attach(model)
+    output = model.eval()(x) if mistake == "evaluation mode" else model[2](model[1](model[0](x)))
+    F.cross_entropy(output, y).backward()
+    with pytest.raises(RuntimeError, match=r"a model is attached, but .*Call model\.train\(\).*not its parts"):
+        optimizer.step()
+
+
+def test_what_is_no_model_is_an_error():
+    model = make_model()
+    with pytest.raises(TypeError, match=r"attach\(model\): got generator, must be the module that is trained"):
+        Vprop(model.parameters(), num_data=100).attach(model.parameters())

@@ -144,3 +144,10 @@ def test_parameters_of_another_shape_are_an_error():
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
     assert not optimizer.state
+
+
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused():
+    model = make_model()
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match=r"no checkpoint of a variational optimizer.*let the optimizer start afresh"):
+        Vprop(model.parameters(), num_data=50).load_state_dict(adam.state_dict())

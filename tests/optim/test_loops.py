@@ -129,3 +129,10 @@ def test_a_parameter_absent_from_some_samples_counts_as_zero_there():
         optimizer.step()
         states.append((v.detach().clone(), optimizer.state[v]["hess"].clone()))
     torch.testing.assert_close(states[0], states[1])
+
+
+def test_a_loss_is_no_closure():
+    model, (x, y) = make_model(), make_batch()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    with pytest.raises(TypeError, match=r"step\(closure\): got Tensor, must be a function .*without an argument"):
+        optimizer.step(F.cross_entropy(model(x), y))

@@ -377,6 +377,11 @@ def check_same_parameters(saved: dict[str, Any], groups: list[dict[str, Any]], *
         raise ValueError(
             f"load_state_dict(): the checkpoint has {_sizes(theirs)}, this optimizer {_sizes(ours)}. {remedy}"
         )
+    if any("num_data" not in group for group in saved["param_groups"]):
+        raise ValueError(
+            "load_state_dict(): this is no checkpoint of a variational optimizer, whose groups have num_data. Load the "
+            "model's weights alone, and let the optimizer start afresh."
+        )
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     params = [p for group in groups for p in group["params"]]
     for i, (number, p) in enumerate(zip(numbers, params, strict=True)):

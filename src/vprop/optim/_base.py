@@ -20,8 +20,9 @@ from vprop.optim._arguments import check_fused, check_group, check_same_paramete
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder, Ledger
 from vprop.optim._members import Marginal, Member, label_draw_of, parameters_in
+from vprop.optim._old_gradients import refuse_old_gradients
 from vprop.optim._ranks import average_over_ranks, has_own_noise, rank_and_count, require_averaged
-from vprop.optim._sampling import SamplingOptimizer
+from vprop.optim._sampling import SamplingOptimizer, forget_casts
 from vprop.optim.auto_prior import due_for_change, take_auto, update_auto_priors
 from vprop.optim.diagnosis import Diagnosis, diagnose
 from vprop.placement import gradient_here
@@ -171,7 +172,7 @@ class VariationalOptimizer(SamplingOptimizer):
         of ``sampled_params()`` blocks or of an attached model are used.
         """
         self._refuse_inside_sample("step()")
-        if closure is None and self._is_asked_for_state():
+        if closure is None and not torch.compiler.is_compiling() and self._is_asked_for_state():
             self._make_state()
             return None
         scaled, self._ledger.asked_by_grad_scaler = self._ledger.asked_by_grad_scaler, False
@@ -186,6 +187,7 @@ class VariationalOptimizer(SamplingOptimizer):
             raise
         self._ledger.forget_samples()
         self._take_over_next_sample()
+        forget_casts()
         if any(group.get("auto_prior") is not None for group in self.param_groups):
             self._follow_auto_priors()
         self._report_unusable(deferred=False)
@@ -206,6 +208,12 @@ class VariationalOptimizer(SamplingOptimizer):
 
     def _gradients(self, closure: Callable[[], Any] | None, scaled: bool) -> Any:
         """See to it that ``p.grad`` is the gradient at the last sample; returns the closure's loss."""
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                f"step(closure): got {type(closure).__name__}, must be a function that clears the gradients, computes "
+                "the loss, calls backward() and returns it, or a vprop.Objective. With gradients from a "
+                "`with optimizer.sampled_params():` block or of an attached model, call step() without an argument."
+            )
         self._require_objective(closure)
         if closure is None:
             self._require_samples()
@@ -241,14 +249,18 @@ class VariationalOptimizer(SamplingOptimizer):
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure once per sample; returns the mean of what it returned."""
-        if not self._ledger.drawn_ahead:
+        begun = self._has_begun()
+        if begun:
+            self._ledger.forget_folded()  # of a step that failed
+        elif not self._ledger.drawn_ahead:
             self._leave()
             self._ledger.forget_samples()
         losses, needs_objective = [], self._needs_objective()
         last = max(1, self.mc_samples) - 1
         for sample in range(last + 1):
             with self._active_sample(sample, stays=sample == last), torch.enable_grad():
-                losses.append(closure())
+                watched = [] if begun or sample > 0 else self.param_groups
+                losses.append(refuse_old_gradients(closure, watched))
                 if needs_objective:
                     self._observe(closure, sample)  # type: ignore[arg-type]
         if any(loss is None for loss in losses):
@@ -268,11 +280,19 @@ class VariationalOptimizer(SamplingOptimizer):
         """Refuse a step whose gradients were not taken at the samples they should be taken at."""
         count = self.mc_samples
         drawn = 0 if self._ledger.drawn_ahead else self._ledger.drawn_samples
+        if count > 0 and drawn == 0 and self._ledger.attached:
+            raise RuntimeError(
+                "step() without a sample: a model is attached, but it made no forward in training mode since the last "
+                "step, so the gradients belong to the mean. Call model.train() (layers that are to stay in evaluation "
+                "mode can be put there one by one), and call the module that was attached, not its parts; for "
+                "gradients at the mean use mc_samples=0."
+            )
         if count > 0 and drawn == 0:
             raise RuntimeError(
                 f"step() without a sample: mc_samples={count}, but no weights were drawn since the last step, so the "
                 "gradients belong to the mean. Pass a closure, run forward and backward inside "
-                "`with optimizer.sampled_params():`, or call optimizer.attach(model); for gradients at the mean use "
+                "`with optimizer.sampled_params():`, or call optimizer.attach(model); in Lightning add "
+                "vprop.integrations.lightning.PosteriorCallback() to the Trainer; for gradients at the mean use "
                 "mc_samples=0."
             )
         if drawn < count:
@@ -294,6 +314,8 @@ class VariationalOptimizer(SamplingOptimizer):
                 'GradScaler with noise="per_rank": the gradients that each rank makes its curvature of are still '
                 'scaled. Use bfloat16 autocast, which needs no scaler, or noise="shared".'
             )
+        # If it finds an overflow there will be no step(), and whoever reads the weights then must find the mean.
+        self._leave_attached_sample()
         self._ledger.asked_by_grad_scaler = True
         return False
 
@@ -315,7 +337,7 @@ class VariationalOptimizer(SamplingOptimizer):
         From now on a forward of ``model`` in training mode sees a sample, the same one until the next
         :meth:`step`; a forward in evaluation mode sees the mean, and so do ``state_dict()`` and
         ``load_state_dict()`` of the model. Returns a handle whose ``remove()`` detaches. An optimizer that was
-        attached to the model before is detached.
+        attached to the model before is detached, if it has parameters in common with this one.
 
         Between a forward and :meth:`step` the weights hold the sample. After an interrupt there,
         :meth:`discard_samples` puts the mean back.
@@ -332,15 +354,18 @@ class VariationalOptimizer(SamplingOptimizer):
                 "0 or 1 with attach()",
                 "Pass a closure to step() for more samples.",
             )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"attach(model): got {type(model).__name__}, must be the module that is trained.")
         owned = {id(p) for p in model.parameters()}
         foreign = sum(id(p) not in owned for group in self.param_groups for p in group["params"])
         if foreign:
             raise ValueError(
                 f"attach(model): {foreign} of the optimizer's parameters are not parameters of this model. Attach the "
-                "module the optimizer was built from (not a copy), or one that contains all of them."
+                "module the optimizer was built from (not a copy), or one that contains all of them. weight_norm and "
+                "the like replace parameters: build the optimizer after them."
             )
         attachment = Attachment(self, model)
-        self._ledger.draws_ahead = draw_ahead
+        self._ledger.attached, self._ledger.draws_ahead = True, draw_ahead
         return attachment
 
     def _before_forward(self, training: bool) -> None:
@@ -450,5 +475,8 @@ class VariationalOptimizer(SamplingOptimizer):
                 group.setdefault(name, value)
         former = self.__dict__.get("_ledger", Ledger())
         self._ledger = Ledger(
-            draws_ahead=former.draws_ahead, captured=former.captured, own_gradients=former.own_gradients
+            attached=former.attached,
+            draws_ahead=former.draws_ahead,
+            captured=former.captured,
+            own_gradients=former.own_gradients,
         )

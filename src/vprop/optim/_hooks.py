@@ -67,7 +67,7 @@ class Attachment:
     def __init__(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
         self._optimizer = weakref.ref(optimizer)
         for hook in list(model._forward_pre_hooks.values()):
-            if isinstance(hook, _BeforeForward) and hook.attachment is not None:
+            if isinstance(hook, _BeforeForward) and hook.attachment is not None and hook.attachment._shares(optimizer):
                 hook.attachment.remove()  # an earlier optimizer's, or our own: only one can sample
         before = _BeforeForward(optimizer, model)
         before.attachment = self
@@ -79,12 +79,20 @@ class Attachment:
             model.register_load_state_dict_pre_hook(_BeforeStateDict(optimizer, model)),
         ]
 
+    def _shares(self, other: VariationalOptimizer) -> bool:
+        """Whether the optimizer has parameters in common with another, or is gone."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return True
+        ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in ours for group in other.param_groups for p in group["params"])
+
     def remove(self) -> None:
         """Detach; the weights are the mean afterwards."""
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._leave_attached_sample()
-            optimizer._ledger.draws_ahead = False
+            optimizer._ledger.draws_ahead = optimizer._ledger.attached = False
         for handle in self._handles:
             handle.remove()
 

@@ -19,7 +19,7 @@ class Holder(enum.Enum):
     """Who keeps a sample in the weights, and so who may take it out."""
 
     CALLER = "a `with optimizer.sampled_params()` block or a running closure: only its end takes the sample out"
-    HOOK = "attach(): the next step() or evaluation-mode forward takes the sample out"
+    HOOK = "attach() or hold_sample(): the next step() or evaluation-mode forward takes the sample out"
 
 
 @dataclass
@@ -62,6 +62,8 @@ class Ledger:
     ranks_checked: bool = False
     """Whether somebody averages the gradients over the ranks."""
 
+    attached: bool = False
+    """Whether the hooks of a model draw the samples."""
     draws_ahead: bool = False
     """Whether a step may leave the next sample in the weights."""
     next_plan: Any = None
@@ -92,8 +94,13 @@ class Ledger:
     def forget_samples(self) -> None:
         """Start the step over."""
         self.holder = self.plan = self.saved = self.open_sample = None
-        self.folded_samples, self.drawn_ahead = 0, False
-        self.folded, self.partners, self.observed, self.settings = {}, {}, {}, {}
+        self.drawn_ahead, self.settings = False, {}
+        self.own_gradients.clear()
+        self.forget_folded()
+
+    def forget_folded(self) -> None:
+        """Forget what was folded of this step's samples, but not the open one and its gradients."""
+        self.folded_samples = 0
+        self.folded, self.partners, self.observed = {}, {}, {}
         self.folded_all = self.observed_all = self.shared_gradient = None
         self.shared_gradients, self.estimates = {}, {}
-        self.own_gradients.clear()

@@ -85,6 +85,36 @@ class SamplingOptimizer(Optimizer):
         with self._active_sample(sample) if train else self._active_evaluation(sample):
             yield
 
+    def hold_sample(self) -> None:
+        """Put the sample of the coming :meth:`step` into the weights, where it stays until then.
+
+        For training loops that call back, at the start of a batch say, rather than let themselves be wrapped. All
+        gradients until :meth:`step` are then taken at this sample, those of the micro-batches of an accumulated batch
+        too; a closure that :meth:`step` is given sees it as well, and may add to them. Held already, it stays as it
+        is. :meth:`release_sample` takes it out for a while (for a validation), :meth:`discard_samples` for good.
+        """
+        self._refuse_inside_sample("hold_sample()")
+        if self.mc_samples > 1:
+            raise invalid(
+                "mc_samples",
+                self.mc_samples,
+                "0 or 1 with hold_sample()",
+                "Pass a closure to step() for more samples.",
+            )
+        if self._ledger.holder is None or self._ledger.drawn_ahead:
+            self._enter(0, Holder.HOOK)
+
+    def release_sample(self) -> None:
+        """Put the mean back. The sample remains that of the coming step: :meth:`hold_sample` brings it back."""
+        self._refuse_inside_sample("release_sample()")
+        self._leave()
+
+    def _has_begun(self) -> bool:
+        """Whether gradients that are there before a closure can belong to the sample that it will see."""
+        count = self.mc_samples
+        drawn = self._ledger.open_sample is not None and not self._ledger.drawn_ahead
+        return count == 0 or (count == 1 and drawn)
+
     @contextmanager
     def _active_sample(self, sample: int, *, stays: bool = False) -> Iterator[None]:
         """A sample of the coming step, for a block of code; it may stay in the weights for the update to take out."""
@@ -120,6 +150,9 @@ class SamplingOptimizer(Optimizer):
         """Make ``sample`` of the coming step active, after folding the sample before it."""
         if self._ledger.drawn_ahead and sample == 0 and self._fits_drawn_ahead():
             self._ledger.holder, self._ledger.drawn_ahead = holder, False
+            return
+        if self._ledger.holder is Holder.HOOK and not self._ledger.drawn_ahead and sample == self._ledger.open_sample:
+            self._ledger.holder = holder  # it is in the weights: taking it out and in again would only round
             return
         self._leave()
         count = self.mc_samples
@@ -164,6 +197,7 @@ class SamplingOptimizer(Optimizer):
             try:
                 self._ledger.plan = self._plan_sample(sample, evaluation_draw)
                 self._write_sample(self._ledger.plan)
+                forget_casts()
             except BaseException:
                 self._leave()
                 raise
@@ -186,6 +220,7 @@ class SamplingOptimizer(Optimizer):
                 if plan is not None:
                     self._restore_mean(plan)
         self._ledger.saved = self._ledger.plan = self._ledger.next_plan = None
+        forget_casts()
 
     def _fold_open_sample(self) -> None:
         """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""
@@ -213,3 +248,9 @@ class SamplingOptimizer(Optimizer):
                 f"{what} inside an active sample: the weights hold a draw, not the mean. Leave the "
                 "`with optimizer.sampled_params()` block (or the closure) first."
             )
+
+
+def forget_casts() -> None:
+    """Make autocast cast the weights anew: until its block ends it would use what it cast before they changed."""
+    if not torch.compiler.is_compiling():
+        torch.clear_autocast_cache()
