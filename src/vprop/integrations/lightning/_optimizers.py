@@ -1,0 +1,84 @@
+"""The variational optimizers of a Trainer or of a checkpoint, and what there is to log of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from vprop.optim import VariationalOptimizer
+
+
+def variational(optimizers: Any) -> list[VariationalOptimizer]:
+    """Those of ours."""
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, VariationalOptimizer)]
+
+
+def variational_of(optimizers: Any, model: nn.Module) -> list[VariationalOptimizer]:
+    """Those of ours whose parameters are all the model's."""
+    owned = {id(p) for p in model.parameters()}
+    return [
+        optimizer
+        for optimizer in variational(optimizers)
+        if all(id(p) in owned for group in optimizer.param_groups for p in group["params"])
+    ]
+
+
+def from_checkpoint(pl_module: Any, states: list[dict[str, Any]]) -> list[Optimizer]:
+    """The module's optimizers, made anew, as they were when a checkpoint was saved."""
+    optimizers = list(_optimizers_in(pl_module.configure_optimizers()))
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    return optimizers
+
+
+def _optimizers_in(configured: Any) -> Iterator[Optimizer]:
+    """All optimizers in any of the forms that ``configure_optimizers`` may return."""
+    if isinstance(configured, Optimizer):
+        yield configured
+    elif isinstance(configured, Mapping):
+        yield from _optimizers_in(configured.get("optimizer"))
+    elif isinstance(configured, list | tuple):
+        for part in configured:
+            yield from _optimizers_in(part)
+
+
+@torch.no_grad()
+def summary(optimizer: VariationalOptimizer, model: nn.Module) -> dict[str, float]:
+    """Curvature, KL and noise of the posterior, averaged over all weights that have made a step."""
+    count, totals = 0, torch.zeros(3)
+    for marginal in optimizer._marginals():
+        count += marginal.mean.numel()
+        hess = torch.full_like(marginal.variance, math.nan) if marginal.hess is None else marginal.hess
+        squared = marginal.mean.square()
+        totals += torch.stack([hess.sum(), marginal.variance.sum(), squared.sum()]).float().cpu()
+    if count == 0:
+        return {}
+    curvature, variance, squared_weights = totals.tolist()
+    values = {
+        "curvature": curvature / count,
+        "noise": math.sqrt(variance / count),
+        "noise_to_weights": math.sqrt(variance / squared_weights) if squared_weights > 0 else math.inf,
+    }
+    sizes = {group["num_data"] for group in optimizer.param_groups}
+    kl = _kl(optimizer, model)
+    if kl is not None:
+        values["kl"] = kl
+        if len(sizes) == 1:
+            values["kl_per_example"] = kl / sizes.pop()
+    return values
+
+
+def _kl(optimizer: VariationalOptimizer, model: nn.Module) -> float | None:
+    """KL(q ‖ prior) in nats: NaN for a posterior that is not finite, ``None`` where it is infinite by design."""
+    flat = any(not isinstance(g["prior_precision"], list) and g["prior_precision"] == 0 for g in optimizer.param_groups)
+    if flat:
+        return None
+    try:
+        return float(optimizer.posterior(model).kl())
+    except FloatingPointError:
+        return math.nan
