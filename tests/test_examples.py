@@ -1,0 +1,99 @@
+"""Every example runs in its short mode, prints what it promises, and is short to read."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+TIMEOUT = 240
+"""Seconds. They take a few; a machine that does other things beside may need more, for importing torch alone."""
+
+
+def output_of(script: str, *arguments: str) -> str:
+    """What an example prints in its short mode, without a network and without a GPU."""
+    result = subprocess.run(
+        [sys.executable, *(TORCHRUN if script == "torchrun.py" else []), f"examples/{script}", *arguments, "--short"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        cwd=EXAMPLES.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert result.returncode == 0, result.stderr
+    # Python prints the file that a warning is about: one of ours, or the example's own line that called us.
+    assert not re.search(r"(vprop|examples)/\S+:\d+: \w*Warning", result.stderr), result.stderr
+    return result.stdout
+
+
+def numbers_after(label: str, output: str) -> list[float]:
+    """The decimal numbers on the first line that begins with ``label``."""
+    line = next((line for line in output.splitlines() if line.strip().startswith(label)), None)
+    assert line is not None, f"no line begins with {label!r} in:\n{output}"
+    return [float(number) for number in re.findall(r"-?\d+\.\d+", line)]
+
+
+# -- what must be in the output ------------------------------------------------------------------------------
+
+
+def learns_and_knows_what_it_does_not_know(output):
+    assert numbers_after("accuracy", output)[0] > 0.8  # 0.1 is chance
+    assert numbers_after("log-loss", output)[0] < 1.0  # 2.3 is chance
+    assert numbers_after("calibration error", output)[0] < 0.2
+    kinds = ("digits it gets right", "digits it gets wrong", "images of pure noise")
+    right, wrong, noise = (numbers_after(kind, output)[0] for kind in kinds)
+    assert right < min(wrong, noise)
+    assert numbers_after("noise is told from digits", output)[0] > 0.8  # 0.5 is chance
+
+
+def remembers_because_of_the_prior(output):
+    without, with_prior = numbers_after("mean accuracy on the old tasks", output)
+    assert without < 0.5
+    assert with_prior > 0.8
+    newest = [float(line.split()[-1]) for line in output.splitlines() if line.strip().startswith("after task")]
+    assert len(newest) == 6
+    assert min(newest) > 0.7  # new tasks are learned, too
+
+
+def is_better_than_chance(output):
+    """More than half are right, which is far from chance with ten classes, and more than chance with two."""
+    found = [float(number) for number in re.findall(r"accuracy\D*?(\d?\.\d+)", output.lower())]
+    assert found, output
+    assert max(found) > 0.55
+
+
+def reports_a_number(output):
+    assert re.search(r"\d\.\d", output), output
+
+
+CASES = [
+    (["plain_loop.py"], learns_and_knows_what_it_does_not_know),
+    (["lightning_trainer.py"], is_better_than_chance),
+    (["huggingface_lora.py"], reports_a_number),
+    (["torchrun.py", "--strategy", "ddp"], is_better_than_chance),
+    (["torchrun.py", "--strategy", "fsdp"], is_better_than_chance),
+    (["sklearn_estimators.py"], is_better_than_chance),
+    (["continual_learning.py"], remembers_because_of_the_prior),
+]
+SCRIPTS = sorted({command[0] for command, _ in CASES})
+
+
+@pytest.mark.parametrize(("command", "check"), CASES, ids=[" ".join(command) for command, _ in CASES])
+def test_runs(command, check):
+    check(output_of(*command))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_is_short_and_named_in_the_readme(script):
+    assert len((EXAMPLES / script).read_text().splitlines()) <= 80
+    assert f"examples/{script}" in (EXAMPLES / "README.md").read_text()
+
+
+def test_every_example_is_tested():
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == SCRIPTS
