@@ -25,8 +25,8 @@ class Ranks:
     What a rank raises is returned as a pair of type name and message by :meth:`errors`, and raised by a call.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, backend: str = "gloo") -> None:
+        self.count, self.backend = count, backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -61,7 +61,7 @@ class Ranks:
         context, port = multiprocessing.get_context("spawn"), _free_port()
         for rank in range(self.count):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.count, port, theirs, [p for p in sys.path if p])
+            arguments = (rank, self.count, self.backend, port, theirs, [p for p in sys.path if p])
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._processes.append(process)
@@ -76,12 +76,12 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, count: int, port: int, pipe: Connection, path: list[str]) -> None:
+def _serve(rank: int, count: int, backend: str, port: int, pipe: Connection, path: list[str]) -> None:
     """One rank: wait for jobs, run them, answer."""
     sys.path[:] = path
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=count)
+    torch.distributed.init_process_group(backend, rank=rank, world_size=count)
     while True:
         module, name, args = _unpacked(pipe.recv_bytes())
         try:
