@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,11 +62,33 @@ def test_the_guides_code_runs_in_order(tmp_path, monkeypatch):
             exec(program, names)
 
 
+def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
+    """In a process of its own, which believes that torchrun has started it."""
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), flags=re.S)
+    assert len(programs) >= 8
+    (tmp_path / "page.py").write_text("\n".join(programs))
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    result = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | torchrun | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(
     "page",
     [
         "README.md",
         "docs/guide.md",
+        "docs/training.md",
+        "examples/README.md",
         "docs/methods.md",
         "docs/paper.md",
         "docs/design-notes.md",
