@@ -104,3 +104,17 @@ def test_noise_must_be_one_of_two() -> None:
         ValueError, match=r"Invalid noise='own': must be \"shared\" or \"per_rank\"\. Shared: the ranks"
     ):
         vprop.Vprop([torch.nn.Parameter(torch.zeros(2))], num_data=10, noise="own")
+
+
+def diagnosis(strategy: str | None) -> str:
+    model, optimizer = start(strategy, "IVON", {})
+    go_on(model, optimizer, strategy, "closure")
+    return str(optimizer.diagnose())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor parallel"])
+def test_a_diagnosis_looks_at_all_weights(ranks, strategy) -> None:
+    alone = diagnosis(None)
+    assert "curvature at hess_init" in alone
+    for together in ranks(2)(diagnosis, strategy):
+        assert together == alone

@@ -34,7 +34,7 @@ from vprop.optim._members import (
 )
 from vprop.optim._ranks import average_over_ranks, has_own_noise
 from vprop.optim._written import Written, bundles_of
-from vprop.placement import here, whole
+from vprop.placement import here, spread_like, whole
 from vprop.posterior import DiagonalPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
 from vprop.wrappers import unwrapped
@@ -278,14 +278,20 @@ class PortableDiagonal(VariationalOptimizer):
     # -- the posterior ---------------------------------------------------------------------------------------
 
     def _variance(self, member: Member, state: dict[str, Tensor]) -> Tensor:
+        """σ² of the part of a parameter that lies on this rank."""
+        return diagonal.variance(state["hess"], member.ess, here(member.damping))
+
+    def _spread_variance(self, member: Member, state: dict[str, Tensor]) -> Tensor:
         """σ² of a parameter."""
-        return diagonal.variance(state["hess"], member.ess, member.damping)
+        return spread_like(self._variance(member, state_here(state)), member.p)
 
     def _marginals(self) -> Iterator[Marginal]:
         for member in self._members():
             state = self.state.get(member.p)
             if state and int(state["step"]) > 0:
-                yield Marginal(member, mean_of(member.p, state), self._variance(member, state), state.get("hess"))
+                yield Marginal(
+                    member, mean_of(member.p, state), self._spread_variance(member, state), state.get("hess")
+                )
 
     @torch.no_grad()
     def posterior(
@@ -312,7 +318,7 @@ class PortableDiagonal(VariationalOptimizer):
         for name, member in named:
             state = self._peek_state(member)
             mean[name] = whole(mean_of(member.p, state)).clone()
-            variance[name] = whole(self._variance(member, state))
+            variance[name] = whole(self._spread_variance(member, state))
             require_finite(name, mean[name], variance[name])
             prior_mean[name] = torch.as_tensor(whole(member.prior_mean)).to(mean[name]).clone()
             prior_precision[name] = torch.as_tensor(whole(member.prior_precision)).to(mean[name]).clone()
