@@ -27,7 +27,10 @@ def is_spread(value: Any) -> bool:
 
 def here(value: Value) -> Value:
     """The part of a tensor that lies on this rank, sharing its memory; anything else as it is."""
-    return value.detach().to_local() if is_spread(value) else value  # type: ignore[attr-defined]
+    if not is_spread(value):
+        return value
+    with torch.no_grad():  # in which to_local() is no operation, and needs no detach() before it, which is a slow one
+        return value.to_local()  # type: ignore[attr-defined]
 
 
 def whole(value: Value) -> Value:
@@ -55,6 +58,23 @@ def part_of(tensor: Any, like: Any) -> Tensor:
     block = block_of(like)
     window = tuple(slice(first, first + size) for first, size in zip(block.offset, block.size, strict=True))
     return spread_like(tensor.detach().to(like.device)[window].contiguous(), like)
+
+
+def sums(tensors: Sequence[Any]) -> list[float]:
+    """The sum of each tensor, over all ranks for those that are spread, which are asked for in one go."""
+    totals = [here(tensor).sum(dtype=torch.float64) for tensor in tensors]
+    alike: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if is_spread(tensor):
+            alike.setdefault((tensor.device_mesh, tensor.placements), []).append(i)
+    for (mesh, placements), members in alike.items():
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        parts = [Partial() if placement.is_shard() else Replicate() for placement in placements]
+        together = DTensor.from_local(torch.stack([totals[i] for i in members]), mesh, parts, run_check=False)
+        for i, total in zip(members, together.full_tensor().unbind(), strict=True):
+            totals[i] = total
+    return [float(total) for total in totals]
 
 
 def gradient_here(p: Any) -> Tensor | None:

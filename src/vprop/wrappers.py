@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -30,11 +31,24 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def data_parallel_group(model: nn.Module) -> Any:
     """The process group over which DistributedDataParallel averages the gradients of ``model``, if it does."""
+    outermost = model
     while not isinstance(model, DistributedDataParallel):
         if "_orig_mod" not in model._modules:
+            _refuse_inner(outermost)
             return None
         model = model._orig_mod  # type: ignore[assignment]
     return model.process_group
+
+
+def _refuse_inner(model: nn.Module) -> None:
+    """Refuse a model of which only parts are averaged over ranks: the curvature of the others would be local."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            f"The objective's model, {type(model).__name__}, has DistributedDataParallel inside it. Wrap the whole "
+            "model in DistributedDataParallel, and build the objective with that."
+        )
 
 
 def refuse_spread(model: nn.Module, what: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import vprop
-from tests.distributed.runs import assert_equal, gathered, go_on, run, start
+from tests.distributed.runs import assert_equal, fsdp, gathered, go_on, run, start
 from tests.harness import make_model
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -76,3 +76,21 @@ def test_a_step_of_length_zero_with_gradients_is_still_refused_without_a_sample(
     weight.grad = torch.ones(2)
     with pytest.raises(RuntimeError, match=r"step\(\) without a sample"):
         optim.step()
+
+
+def resume_sharded(weights: dict[str, Tensor], state: dict[str, Any]) -> dict[str, Tensor]:
+    """From the plain ``state_dict()``s of one process."""
+    model = make_model(torch.float64)
+    model.load_state_dict(weights)
+    model = fsdp(model)
+    optim = vprop.IVON(model.parameters(), num_data=1)
+    optim.load_state_dict(state)
+    go_on(model, optim, "fsdp", "closure", steps=2, first_step=2)
+    return gathered(model, optim)
+
+
+def test_a_checkpoint_of_one_process_is_spread_when_it_is_loaded(ranks) -> None:
+    model, optim = start(None, "IVON", {})
+    go_on(model, optim, None, "closure", steps=2)
+    for together in ranks(2)(resume_sharded, model.state_dict(), optim.state_dict()):
+        assert_equal(together, run(None, "IVON", {}), rtol=1e-9, atol=1e-12)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed.runs import LOOPS, SPREAD, data_part, make_batch, split, start
+from vprop.placement import whole
 
 
 def outputs(strategy: str | None, attached: bool) -> dict[str, Tensor]:
@@ -51,3 +53,69 @@ def test_outputs_are_those_of_one_process(ranks, strategy, count, attached) -> N
     for together in ranks(count)(outputs, strategy, attached):
         for name, value in alone.items():
             torch.testing.assert_close(together[name], value, rtol=1e-9, atol=1e-12, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def gradients_with_an_early_gathering(ahead: bool) -> list[Tensor]:
+    """FSDP can be asked to bring parameters together while data are loaded: before the sample is written."""
+    model, optimizer = start("fsdp", "Vprop", {"hess_init": 0.01})
+    x, y = make_batch(8, dtype=torch.float64)
+    if ahead:
+        model.unshard(async_op=True)
+    with optimizer.sampled_params():
+        F.cross_entropy(model(x), y).backward()
+    return [whole(p.grad) for p in model.parameters()]
+
+
+def test_parameters_gathered_before_the_sample_are_gathered_again(ranks) -> None:
+    for usual, early in zip(
+        ranks(2)(gradients_with_an_early_gathering, False),
+        ranks(2)(gradients_with_an_early_gathering, True),
+        strict=True,
+    ):
+        torch.testing.assert_close(early, usual, rtol=0, atol=0)
+
+
+def attached_after_a_forward() -> None:
+    model, optimizer = start("fsdp", "Vprop", {})
+    with torch.no_grad():
+        model.eval()(make_batch(4, torch.float64)[0])
+    optimizer.attach(model).remove()
+
+
+def test_a_model_that_was_evaluated_can_be_attached(ranks) -> None:
+    ranks(2)(attached_after_a_forward)
+
+
+def evaluation_around_a_step(arguments: dict) -> Tensor:
+    model, optimizer = start("fsdp", "Vprop", arguments, torch.float32)
+    x, y = make_batch(8)
+    with optimizer.sampled_params():
+        F.cross_entropy(model(x), y).backward()
+    with torch.no_grad():
+        before = model.eval()(x)
+        optimizer.step()
+        return model(x) - before
+
+
+@pytest.mark.parametrize("arguments", [{}, {"foreach": True}])
+def test_after_a_step_the_new_weights_are_seen(ranks, arguments) -> None:
+    for change in ranks(2)(evaluation_around_a_step, arguments):
+        assert float(change.abs().min()) > 0
+
+
+def what_a_rank_saves() -> tuple[Tensor, Tensor]:
+    """Of a model that is left with a sample in its weights, through the model inside the wrapper."""
+    model, optimizer = start("ddp", "Vprop", {"hess_init": 0.01}, torch.float32)
+    optimizer.attach(model, draw_ahead=True)
+    x, y = make_batch(8)
+    for _ in range(2):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    saved = model.module.state_dict()["0.weight"].clone()
+    optimizer.discard_samples()
+    return saved, model.module[0].weight.detach().clone()
+
+
+def test_the_model_inside_a_wrapper_saves_the_mean(ranks) -> None:
+    for saved, mean in ranks(2)(what_a_rank_saves):
+        torch.testing.assert_close(saved, mean, rtol=0, atol=0)

@@ -79,3 +79,28 @@ def test_what_needs_whole_parameters_says_so(ranks, optimizer) -> None:
         assert error is not None
         assert "are spread over ranks (FSDP, tensor parallel)" in error[1]
         assert "Vprop, IVON, Vadam" in error[1]
+
+
+def objective_around_a_wrapped_part() -> None:
+    model, _ = start("ddp", "VOGN", {})
+    outer = torch.nn.Sequential(model, torch.nn.Identity())
+    vprop.Objective(outer, F.cross_entropy, *make_batch(8, torch.float64))
+
+
+def test_a_model_of_which_a_part_is_wrapped_is_refused(ranks) -> None:
+    for error in ranks(2).errors(objective_around_a_wrapped_part):
+        assert error is not None
+        assert "Wrap the whole model in DistributedDataParallel" in error[1]
+
+
+def found_rates() -> float:
+    """Ranks whose data differ: on the second, all labels are the same."""
+    model, optim = start("ddp", "Vprop", {})
+    x, y = make_batch(12, torch.float64)
+    y = y * 0 if torch.distributed.get_rank() else y
+    return vprop.lr_find(optim, model, F.cross_entropy, [(x, y)], steps=10).suggestion
+
+
+def test_ranks_find_the_same_step_size(ranks) -> None:
+    first, second = ranks(2)(found_rates)
+    assert first == second

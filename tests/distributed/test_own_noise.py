@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -155,3 +156,49 @@ def test_what_cannot_work_says_what_to_do(ranks, function, message) -> None:
     for error in ranks(2).errors(function):
         assert error is not None
         assert message in error[1]
+
+
+def run_with_a_look_at_gradients(look: bool) -> list[Tensor]:
+    """torch.autograd.grad, for a log say, between the backwards of two micro-batches."""
+    model, optim = start("ddp", "IVON", {"noise": "per_rank"})
+    for step in range(3):
+        optim.zero_grad()
+        for batch in split(make_batch(12, torch.float64, seed=step), 2):
+            with optim.sampled_params():
+                loss = nn.functional.cross_entropy(model(batch[0]), batch[1]) / 2
+                if look:
+                    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+                loss.backward()
+        optim.step()
+    return [state["hess"] for state in optim.state.values()]
+
+
+def test_a_look_at_gradients_is_no_backward(ranks) -> None:
+    looked, usual = (ranks(2)(run_with_a_look_at_gradients, look)[0] for look in (True, False))
+    torch.testing.assert_close(looked, usual, rtol=0, atol=0)
+
+
+def step_without_ddp_and_nan_on_one_rank() -> None:
+    model, optim = start(None, "Vprop", {"noise": "per_rank"})
+    x, y = make_batch(12, torch.float64)
+    LOOPS["closure"](optim, model, [(x * (float("nan") if dist.get_rank() == 0 else 1.0), y)])
+
+
+def test_all_ranks_raise_if_one_has_nan(ranks) -> None:
+    for error in ranks(2).errors(step_without_ddp_and_nan_on_one_rank):
+        assert error is not None
+        assert "Wrap the model in torch.nn.parallel.DistributedDataParallel" in error[1]
+
+
+def hooks_left_behind() -> int:
+    model, _ = start("ddp", "Vprop", {})
+    for _ in range(3):
+        optim = vprop.Vprop(model.parameters(), num_data=100, noise="per_rank")
+        LOOPS["closure"](optim, model, [make_batch(12, torch.float64)])
+        del optim
+        gc.collect()
+    return len(next(model.parameters())._backward_hooks or {})
+
+
+def test_hooks_go_with_their_optimizer(ranks) -> None:
+    assert ranks(2)(hooks_left_behind) == [0, 0]

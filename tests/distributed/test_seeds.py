@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import vprop
 from tests.distributed.runs import gathered, go_on, start
+from tests.harness import make_model
 
 
 def train_with_seed_of_rank(strategy: str | None, loop: str, noise: str = "shared", mc_samples: int = 1) -> dict:
@@ -22,8 +24,7 @@ def test_every_rank_says_that_the_seeds_differ(ranks, strategy, count, loop) -> 
     for error in ranks(count).errors(train_with_seed_of_rank, strategy, loop):
         assert error is not None
         assert error[0] == "RuntimeError"
-        assert "Ranks 0 and" in error[1]
-        assert "seeds (3 and" in error[1]
+        assert "Ranks train the same weights with different seeds (rank" in error[1]
         assert 'Pass the same seed on all ranks; for other samples on every rank pass noise="per_rank"' in error[1]
 
 
@@ -46,3 +47,28 @@ def several_optimizers() -> None:
 
 def test_several_optimizers_are_not_mistaken_for_each_other(ranks) -> None:
     ranks(2)(several_optimizers)
+
+
+def one_stranger(seeds: list[int], halves: bool) -> None:
+    """Ranks with these seeds; of four, two and two average among themselves."""
+    rank, group = dist.get_rank(), None
+    if halves:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = groups[rank // 2]
+    model = torch.nn.parallel.DistributedDataParallel(make_model(torch.float64), process_group=group)
+    optimizer = vprop.Vprop(model.parameters(), num_data=100, seed=seeds[rank])
+    go_on(model, optimizer, "ddp", "closure", steps=1)
+
+
+@pytest.mark.parametrize("seeds", [[0, 1, 0, 0], [0, 0, 0, 1], [5, 6, 7, 8]])
+def test_one_stranger_is_noticed_by_all(ranks, seeds) -> None:
+    for error in ranks(4).errors(one_stranger, seeds, False):
+        assert error is not None
+        assert "different seeds" in error[1]
+
+
+def test_groups_of_ranks_are_looked_at_one_by_one(ranks) -> None:
+    assert ranks(4).errors(one_stranger, [0, 0, 5, 5], True) == [None] * 4
+    errors = ranks(4).errors(one_stranger, [0, 0, 5, 6], True)
+    assert errors[:2] == [None] * 2
+    assert all(error is not None and "different seeds" in error[1] for error in errors[2:])

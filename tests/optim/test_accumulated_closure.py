@@ -350,3 +350,25 @@ def test_hooks_are_gone_after_the_step_and_do_not_make_a_compiled_model_compile_
     assert compilations == 1
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("interruption", ["evaluation", "context", "diagnose", "posterior"])
+def test_a_held_sample_stays_whatever_is_asked_in_between(interruption):
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    optimizer.hold_sample()
+    sample = model[0].weight.detach().clone()
+    if interruption == "evaluation":
+        with optimizer.sampled_params(train=False):
+            assert not torch.equal(model[0].weight, sample)
+    elif interruption == "context":
+        with optimizer.sampled_params():
+            assert torch.equal(model[0].weight, sample)
+    elif interruption == "diagnose":
+        optimizer.diagnose()
+    else:
+        mean = optimizer.posterior(model).mean["0.weight"]
+        assert not torch.equal(mean, sample)
+    torch.testing.assert_close(model[0].weight.detach(), sample, rtol=1e-6, atol=1e-7)
+    optimizer.release_sample()
+    assert not torch.allclose(model[0].weight.detach(), sample)

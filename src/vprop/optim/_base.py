@@ -15,15 +15,16 @@ from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
 from vprop.optim._arguments import check_fused, check_group, invalid
 from vprop.optim._checkpoints import CheckpointedOptimizer
+from vprop.optim._gathered import drop_gathered
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder
 from vprop.optim._members import Marginal, Member, label_draw_of, parameters_in
 from vprop.optim._old_gradients import refuse_old_gradients
 from vprop.optim._ranks import average_over_ranks, has_own_noise, rank_and_count, require_averaged
-from vprop.optim._sampling import forget_casts
+from vprop.optim._sampling import at_the_mean, forget_casts
 from vprop.optim.auto_prior import due_for_change, take_auto, update_auto_priors
 from vprop.optim.diagnosis import Diagnosis, diagnose
-from vprop.placement import gradient_here
+from vprop.placement import gradient_here, is_spread
 from vprop.posterior import Posterior
 from vprop.precision import compute_dtype
 
@@ -174,7 +175,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
         scaled, self._ledger.asked_by_grad_scaler = self._ledger.asked_by_grad_scaler, False
         try:
             loss = self._gradients(closure, scaled)
-            if rank_and_count()[1] > 1:
+            if not torch.compiler.is_compiling() and rank_and_count()[1] > 1:
                 self._compare_seeds()
             self._fold()
             self._update()
@@ -352,6 +353,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
             )
         if not isinstance(model, nn.Module):
             raise TypeError(f"attach(model): got {type(model).__name__}, must be the module that is trained.")
+        drop_gathered(p for group in self.param_groups for p in group["params"] if is_spread(p))
         owned = {id(p) for p in model.parameters()}
         foreign = sum(id(p) not in owned for group in self.param_groups for p in group["params"])
         if foreign:
@@ -380,12 +382,11 @@ class VariationalOptimizer(CheckpointedOptimizer):
     # -- help ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @at_the_mean
     def diagnose(self) -> Diagnosis:
         """What looks wrong with the posterior, in words, each with the argument to change; ``print`` it.
 
         Best asked when some hundred steps have been made. It reads the state and changes nothing.
         """
-        self._refuse_inside_sample("diagnose()")
-        self._leave()
         steps = [self._steps_made(group) for group in self.param_groups]
         return diagnose(self.param_groups, steps, list(self._marginals()), self._ledger.clipped)

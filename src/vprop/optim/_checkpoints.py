@@ -14,6 +14,7 @@ from vprop.kernels.table import new_counter
 from vprop.optim._arguments import check_group, check_same_parameters
 from vprop.optim._ledger import Ledger
 from vprop.optim._sampling import SamplingOptimizer
+from vprop.placement import part_of
 from vprop.precision import compute_dtype
 
 
@@ -81,7 +82,8 @@ class CheckpointedOptimizer(SamplingOptimizer):
                 if key == "step":
                     self.state[p][key] = value.to(p.device if group["capturable"] else "cpu", copy=True)
                 else:
-                    self.state[p][key] = value.to(device=p.device, dtype=self._state_dtype(key, p), copy=True)
+                    dtype = self._state_dtype(key, p)
+                    self.state[p][key] = part_of(value, p).to(device=p.device, dtype=dtype, copy=True)
         for group in self.param_groups:
             check_group(group, self._matrix_prior)
 

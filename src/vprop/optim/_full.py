@@ -31,6 +31,7 @@ from vprop.optim._members import (
     require_finite,
 )
 from vprop.optim._ranks import average_over_ranks, has_own_noise
+from vprop.optim._sampling import at_the_mean
 from vprop.posterior import FullPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
 from vprop.wrappers import unwrapped
@@ -299,6 +300,7 @@ class FullOptimizer(VariationalOptimizer):
     # -- the posterior ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @at_the_mean
     def posterior(
         self,
         model: nn.Module,
@@ -310,8 +312,6 @@ class FullOptimizer(VariationalOptimizer):
 
         Names, and the order of the covariance's rows, are those of ``model.named_parameters()``.
         """
-        self._refuse_inside_sample("posterior()")
-        self._leave()
         model = unwrapped(model)
         self._report_unusable(deferred=True)
         named = named_members(model, self._members())

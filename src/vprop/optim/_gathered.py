@@ -19,6 +19,8 @@ def drop_gathered(params: Iterable[Tensor]) -> None:
     if ours:
         for module in _sharded_modules():
             if not ours.isdisjoint(_shards_of(module)):
+                for group in _groups_of(module):
+                    group.wait_for_unshard()  # asked for by unshard(async_op=True), and out of date as well
                 module.reshard()
 
 
@@ -35,8 +37,12 @@ def _sharded_modules() -> Iterator[Any]:
 
 def _shards_of(module: Any) -> Iterator[int]:
     """The identities of the parameters that the module brings together itself."""
+    for group in _groups_of(module):
+        yield from (id(own.sharded_param) for own in group.fsdp_params)
+
+
+def _groups_of(module: Any) -> Iterator[Any]:
+    """The sets of parameters that the module brings together in one go."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.11 has one at most
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        if group is not None:
-            yield from (id(own.sharded_param) for own in group.fsdp_params)
+    yield from (group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from vprop.wrappers import unwrapped
+
 if TYPE_CHECKING:
     from vprop.optim._base import VariationalOptimizer
 
@@ -42,6 +44,15 @@ class _BeforeForward(_Hook):
         optimizer = self._optimizer_of(module)
         if optimizer is not None:
             optimizer._before_forward(module.training)
+
+
+class _BeforeInnerForward(_Hook):
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Evaluation mode: take the sample out. In training mode it is the wrapper that samples."""
+        optimizer = self._optimizer_of(module)
+        if optimizer is not None and not module.training:
+            optimizer._before_forward(False)
 
 
 class _AfterForward(_Hook):
@@ -78,6 +89,13 @@ class Attachment:
             model.register_state_dict_pre_hook(_BeforeStateDict(optimizer, model)),
             model.register_load_state_dict_pre_hook(_BeforeStateDict(optimizer, model)),
         ]
+        inside = unwrapped(model)
+        if inside is not model:  # what a rank saves or evaluates by itself: ddp.module.state_dict(), ddp.module(x)
+            self._handles += [
+                inside.register_forward_pre_hook(_BeforeInnerForward(optimizer, inside), prepend=True),
+                inside.register_state_dict_pre_hook(_BeforeStateDict(optimizer, inside)),
+                inside.register_load_state_dict_pre_hook(_BeforeStateDict(optimizer, inside)),
+            ]
 
     def _shares(self, other: VariationalOptimizer) -> bool:
         """Whether the optimizer has parameters in common with another, or is gone."""

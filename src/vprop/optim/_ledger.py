@@ -64,6 +64,8 @@ class Ledger:
 
     attached: bool = False
     """Whether the hooks of a model draw the samples."""
+    held: bool = False
+    """Whether the sample was put into the weights by hold_sample(), and belongs there until the step."""
     draws_ahead: bool = False
     """Whether a step may leave the next sample in the weights."""
     next_plan: Any = None
@@ -94,7 +96,7 @@ class Ledger:
     def forget_samples(self) -> None:
         """Start the step over."""
         self.holder = self.plan = self.saved = self.open_sample = None
-        self.drawn_ahead, self.settings = False, {}
+        self.drawn_ahead, self.held, self.settings = False, False, {}
         self.own_gradients.clear()
         self.forget_folded()
 

@@ -33,6 +33,7 @@ from vprop.optim._members import (
     state_here,
 )
 from vprop.optim._ranks import average_over_ranks, has_own_noise
+from vprop.optim._sampling import at_the_mean
 from vprop.optim._written import Written, bundles_of
 from vprop.placement import here, spread_like, whole
 from vprop.posterior import DiagonalPosterior, GaussianPrior
@@ -223,6 +224,7 @@ class PortableDiagonal(VariationalOptimizer):
                 ready[-1].state["step"] += 1
         for bundle in bundles_of(ready):
             self._update_bundle(bundle)
+        drop_gathered(item.member.p for item in ready if item.member.local is not item.member.p)
 
     def _update_bundle(self, bundle: list[_Ready]) -> None:
         """One step of parameters of one kind, gathered into flat tensors if they are several."""
@@ -294,6 +296,7 @@ class PortableDiagonal(VariationalOptimizer):
                 )
 
     @torch.no_grad()
+    @at_the_mean
     def posterior(
         self,
         model: nn.Module,
@@ -307,8 +310,6 @@ class PortableDiagonal(VariationalOptimizer):
         are constants of the model. ``likelihood`` (a kind, or the likelihood module that was the loss) and
         ``noise_variance`` are what ``predict`` assumes by default.
         """
-        self._refuse_inside_sample("posterior()")
-        self._leave()
         model = unwrapped(model)
         drop_gathered(member.p for member in self._members() if member.local is not member.p)
         self._report_unusable(deferred=True)

@@ -40,17 +40,20 @@ class OwnGradients:
 
     def __init__(self) -> None:
         self._grads: dict[Tensor, Tensor] = {}
-        self._handles: dict[Tensor, RemovableHandle] = {}
+        self._handles: dict[Tensor, list[RemovableHandle]] = {}
 
     def watch(self, params: Iterable[Tensor]) -> None:
         """Note the gradients of these parameters from now on."""
         for p in params:
             if p not in self._handles:
-                self._handles[p] = p.register_hook(_Note(self, p))
+                note = _Note(self, p)
+                self._handles[p] = [p.register_hook(note.before), p.register_post_accumulate_grad_hook(note.after)]
+                for handle in self._handles[p]:
+                    weakref.finalize(self, handle.remove)
 
-    def add(self, p: Tensor, grad: Tensor) -> None:
+    def add(self, p: Tensor, grad: Tensor, anew: bool) -> None:
         """Take in the gradient of one backward pass; the first one after ``p.grad`` was cleared starts anew."""
-        if p.grad is None or p not in self._grads:
+        if anew or p not in self._grads:
             self._grads[p] = grad.detach().clone()
         else:
             self._grads[p].add_(grad.detach())
@@ -69,11 +72,19 @@ class _Note:
 
     def __init__(self, owner: OwnGradients, p: Tensor) -> None:
         self._owner, self._p = weakref.ref(owner), weakref.ref(p)
+        self._next: tuple[Tensor, bool] | None = None
 
-    def __call__(self, grad: Tensor) -> None:
-        owner, p = self._owner(), self._p()
-        if owner is not None and p is not None:
-            owner.add(p, grad)
+    def before(self, grad: Tensor) -> None:
+        p = self._p()
+        if p is not None:
+            self._next = grad, p.grad is None
+
+    def after(self, p: Tensor) -> None:
+        """torch.autograd.grad comes to the first hook, too, but adds its gradients to nothing."""
+        owner, seen = self._owner(), self._next
+        self._next = None
+        if owner is not None and seen is not None:
+            owner.add(p, *seen)
 
 
 def average_over_ranks(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
@@ -94,11 +105,12 @@ def average_over_ranks(tensors: Sequence[Tensor], group: Any = None) -> list[Ten
 def require_averaged(grads: Sequence[Tensor]) -> None:
     """Refuse gradients that nobody has averaged: the means of the ranks would drift apart."""
     total = float(sum(float(grad.sum(dtype=torch.float64)) for grad in grads))
-    extremes = torch.tensor([total, -total], dtype=torch.float64, device=grads[0].device)
-    if not math.isfinite(total):  # on one rank, perhaps: all must take part in what follows
-        extremes.zero_()
+    finite = math.isfinite(total)
+    numbers = [total, -total, 0.0, 1.0] if finite else [-math.inf, -math.inf, 1.0, 0.0]
+    extremes = torch.tensor(numbers, dtype=torch.float64, device=grads[0].device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    if math.isfinite(total) and float(extremes[0]) != -float(extremes[1]):
+    high, minus_low, some_bad, some_fine = extremes.tolist()
+    if high != -minus_low if not some_bad else some_fine:  # all ranks come to the same conclusion
         raise RuntimeError(
             'noise="per_rank" needs gradients that are averaged over all ranks of the default process group, but they '
             "differ from rank to rank. Wrap the model in torch.nn.parallel.DistributedDataParallel, and call its "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -103,10 +104,17 @@ class SamplingOptimizer(Optimizer):
             )
         if self._ledger.holder is None or self._ledger.drawn_ahead:
             self._enter(0, Holder.HOOK)
+        self._ledger.held = True
+
+    def _hold_again(self) -> None:
+        """Put a sample back that is held, after something that needed the mean."""
+        if self._ledger.held and self._ledger.holder is None:
+            self._enter(0, Holder.HOOK)
 
     def release_sample(self) -> None:
         """Put the mean back. The sample remains that of the coming step: :meth:`hold_sample` brings it back."""
         self._refuse_inside_sample("release_sample()")
+        self._ledger.held = False
         self._leave()
 
     def _has_begun(self) -> bool:
@@ -130,6 +138,7 @@ class SamplingOptimizer(Optimizer):
             self._ledger.holder = None
         else:
             self._leave()
+            self._hold_again()
 
     @contextmanager
     def _active_evaluation(self, sample: int) -> Iterator[None]:
@@ -145,6 +154,7 @@ class SamplingOptimizer(Optimizer):
             yield
         finally:
             self._leave()
+            self._hold_again()
 
     def _enter(self, sample: int, holder: Holder) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
@@ -248,6 +258,24 @@ class SamplingOptimizer(Optimizer):
                 f"{what} inside an active sample: the weights hold a draw, not the mean. Leave the "
                 "`with optimizer.sampled_params()` block (or the closure) first."
             )
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def at_the_mean(method: Method) -> Method:
+    """For methods that read the weights: the mean is in them meanwhile, and a sample that is held, again afterwards."""
+
+    @wraps(method)
+    def wrapped(self: SamplingOptimizer, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_inside_sample(f"{method.__name__}()")
+        self._leave()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._hold_again()
+
+    return wrapped  # type: ignore[return-value]
 
 
 def forget_casts() -> None:

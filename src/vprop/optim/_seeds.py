@@ -48,49 +48,60 @@ class SeedCheck:
         # Several optimizers may hold alike weights: the first of each rank is compared with the first of the others.
         number = store.add(f"vprop/{weights}/{rank}", 1)
         self._notes = {"name": f"vprop/{weights}/{number}", "seeds": seeds}
-        store.set(f"{self._notes['name']}/{rank}", seeds)
+        self._count(store, "noted")
 
     def compare(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raise if another rank draws other samples of the same weights and averages gradients with this one."""
+        """Raise if another rank draws other samples of the same weights and averages gradients with this one.
+
+        Ranks are counted, all of them and those with our seeds: everybody sees a difference, with two messages each.
+        """
         if self._done or not self._notes:
             return
-        self._done = True
-        (rank, count), store = rank_and_count(), _store()
-        name, seeds = self._notes["name"], self._notes["seeds"]
-        # All ranks look at the first one's note, and it looks at all: everybody sees a difference, with few messages.
-        for other in range(1, count) if rank == 0 else [0]:
-            key = f"{name}/{other}"
-            if not store.check([key]):
-                continue
-            theirs = store.get(key).decode()
-            if theirs != seeds and self._average_with(other, rank, groups, store):
-                first, second = sorted(((rank, seeds), (other, theirs)))
-                raise RuntimeError(
-                    f"Ranks {first[0]} and {second[0]} train the same weights with different seeds ({first[1]} and "
-                    f"{second[1]}): they draw different samples, and the average of their gradients belongs to none "
-                    'of them. Pass the same seed on all ranks; for other samples on every rank pass noise="per_rank".'
-                )
-
-    def _average_with(self, other: int, rank: int, groups: Sequence[dict[str, Any]], store: Any) -> bool:
-        """Whether the two ranks have the same gradients, which with different samples only an average can be."""
+        self._done, store = True, _store()
         params = [p for group in groups for p in group["params"]]
         if any(is_spread(p) for p in params):
-            return True
-        grads = [grad for p in params if (grad := gradient_here(p)) is not None]
-        ours, name = _digest(grads, []), self._notes["name"]
-        store.set(f"{name}/{rank}/gradients", ours)
-        key, until = f"{name}/{other}/gradients", time.monotonic() + PATIENCE
-        while not store.check([key]):
+            differ = self._differ(store, "noted")
+        else:
+            grads = [grad for p in params if (grad := gradient_here(p)) is not None]
+            # Equal gradients at different samples can only be an average. Said in any case: others may wait for it.
+            same_gradients = f"gradients/{_digest(grads, [])}"
+            self._count(store, same_gradients)
+            self._count(store, "stepped")  # last: who sees it finds the other count complete
+            differ = self._differ(store, "noted") and self._all_have_stepped(store)
+            differ = differ and self._differ(store, same_gradients)
+        if differ:
+            raise RuntimeError(
+                f"Ranks train the same weights with different seeds (rank {rank_and_count()[0]} with "
+                f"{self._notes['seeds']}): they draw different samples, and the average of their gradients belongs to "
+                'none of them. Pass the same seed on all ranks; for other samples on every rank pass noise="per_rank".'
+            )
+
+    def _count(self, store: Any, what: str, by: int = 1) -> tuple[int, int]:
+        """Count this rank (``by=0``: only look): among all that did so, and among those with the same seeds."""
+        name = f"{self._notes['name']}/{what}"
+        return store.add(name, by), store.add(f"{name}/{self._notes['seeds']}", by)
+
+    def _differ(self, store: Any, what: str) -> bool:
+        everybody, alike = self._count(store, what, by=0)
+        return everybody != alike
+
+    def _all_have_stepped(self, store: Any) -> bool:
+        until = time.monotonic() + PATIENCE
+        while self._count(store, "stepped", by=0)[0] < self._count(store, "noted", by=0)[0]:
             if time.monotonic() > until:
                 return False
             time.sleep(0.01)
-        return store.get(key).decode() == ours
+        return True
 
 
 def _store() -> Any:
     """The key-value store of the default process group; ``None`` if there is none that can be asked."""
     store = dist.distributed_c10d._get_default_store()
-    return store if hasattr(store, "check") else None
+    try:
+        store.add("vprop", 0)
+    except (AttributeError, RuntimeError):  # no store (MPI), or one that does not work (torch's fake process group)
+        return None
+    return store
 
 
 def _layout(p: Tensor) -> str:

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vprop.optim._arguments import invalid, is_number
 from vprop.optim._members import Marginal
-from vprop.placement import whole
+from vprop.placement import sums
 
 BOUNDS = (1e-8, 1e8)
 """λ stays in here. Where the data say nothing of a group the best λ is infinite."""
@@ -107,12 +106,11 @@ def due_for_change(groups: list[dict[str, Any]], steps: list[int]) -> list[int]:
 def update_auto_priors(groups: list[dict[str, Any]], due: list[int], marginals: Iterable[Marginal]) -> None:
     """Move λ of the groups numbered ``due`` towards its best value, given the posterior now."""
     counts, moments = [0.0] * len(groups), [0.0] * len(groups)
-    for marginal in marginals:
-        number = marginal.member.group_number
-        if groups[number].get("auto_prior") is not None:
-            distance = (marginal.mean - marginal.member.prior_mean).square()
-            counts[number] += marginal.mean.numel()
-            moments[number] += float(whole((distance + marginal.variance).sum(dtype=torch.float64)))
+    following = [m for m in marginals if groups[m.member.group_number].get("auto_prior") is not None]
+    seconds = [(m.mean - m.member.prior_mean).square() + m.variance for m in following]
+    for marginal, moment in zip(following, sums(seconds), strict=True):
+        counts[marginal.member.group_number] += marginal.mean.numel()
+        moments[marginal.member.group_number] += moment
     sharing = [number for number, group in enumerate(groups) if (group.get("auto_prior") or {}).get("shared")]
     pools = [[number] for number in due if number not in sharing]
     pools += [sharing] if any(number in sharing for number in due) else []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vprop.optim._members import Marginal
 from vprop.optim.auto_prior import BOUNDS
-from vprop.placement import whole
+from vprop.placement import sums
 
 MOST = 0.5
 """A symptom counts when more than this share of a group's weights show it."""
@@ -65,11 +65,11 @@ class _Group:
     def share(self, condition: Callable[[Marginal], Tensor]) -> float:
         """The share of the weights for which a condition holds."""
         size = sum(m.mean.numel() for m in self.marginals)
-        return sum(float(whole(condition(m).sum())) for m in self.marginals) / size
+        return sum(sums([condition(m) for m in self.marginals])) / size
 
     def total(self, value: Callable[[Marginal], Tensor]) -> float:
         """The sum over the weights."""
-        return sum(float(whole(value(m).sum(dtype=torch.float64))) for m in self.marginals)
+        return sum(sums([value(m) for m in self.marginals]))
 
     def finding(self, symptom: str, what: str, remedy: str) -> Finding:
         return Finding(symptom, self.number, what, remedy)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from vprop.objective import LossFunction, Objective
 from vprop.optim._arguments import invalid, is_number
 from vprop.optim._base import VariationalOptimizer
+from vprop.optim._ranks import average_over_ranks
+from vprop.placement import is_spread
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Times the optimizer's own lr: what is tried if nobody says."""
@@ -119,11 +121,22 @@ def _trial(
         x, y = batch
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             _set_lr(group, rate * 0.5 * (1 + math.cos(math.pi * i / len(batches))))
-        losses.append(float(optimizer.step(Objective(model, loss_fn, x, y))))
+        objective = Objective(model, loss_fn, x, y)
+        losses.append(_over_ranks(float(optimizer.step(objective)), objective))
         if not math.isfinite(losses[-1]) or losses[-1] > losses[0] + HOPELESS * max(1.0, abs(losses[0])):
             losses.append(math.inf)
             break
     return losses
+
+
+def _over_ranks(loss: float, objective: Objective) -> float:
+    """The mean over the ranks that train together: all of them must give up, and choose, alike."""
+    spread = next((p for p in objective.model.parameters() if is_spread(p)), None)
+    if spread is None and objective.process_group is None:
+        return loss
+    device = next(objective.model.parameters()).device
+    mean = average_over_ranks([torch.tensor([loss], dtype=torch.float64, device=device)], objective.process_group)
+    return float(mean[0])
 
 
 def _end(losses: list[float]) -> float:
