@@ -29,7 +29,9 @@ def here(value: Value) -> Value:
     """The part of a tensor that lies on this rank, sharing its memory; anything else as it is."""
     if not is_spread(value):
         return value
-    with torch.no_grad():  # in which to_local() is no operation, and needs no detach() before it, which is a slow one
+    if not torch.is_grad_enabled():  # to_local() is no operation then, and needs no detach() before it, which is slow
+        return value.to_local()  # type: ignore[attr-defined]
+    with torch.no_grad():
         return value.to_local()  # type: ignore[attr-defined]
 
 

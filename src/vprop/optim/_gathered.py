@@ -16,11 +16,13 @@ def drop_gathered(params: Iterable[Tensor]) -> None:
     without a backward the root module keeps its own, and the next forward would see the weights of the last one.
     """
     ours = {id(p) for p in params}
-    if ours:
-        for module in _sharded_modules():
-            if not ours.isdisjoint(_shards_of(module)):
-                for group in _groups_of(module):
-                    group.wait_for_unshard()  # asked for by unshard(async_op=True), and out of date as well
+    if not ours:
+        return
+    for module in _sharded_modules():
+        for group in _groups_of(module):
+            nothing_gathered = group.is_sharded and group._all_gather_result is None
+            if not nothing_gathered and not ours.isdisjoint(id(own.sharded_param) for own in group.fsdp_params):
+                group.wait_for_unshard()  # if it was asked for by unshard(async_op=True), it is out of date as well
                 module.reshard()
 
 
@@ -33,12 +35,6 @@ def _sharded_modules() -> Iterator[Any]:
     for module in list(register._module_state_mapping):
         if isinstance(module, fsdp.FSDPModule):
             yield module
-
-
-def _shards_of(module: Any) -> Iterator[int]:
-    """The identities of the parameters that the module brings together itself."""
-    for group in _groups_of(module):
-        yield from (id(own.sharded_param) for own in group.fsdp_params)
 
 
 def _groups_of(module: Any) -> Iterator[Any]:
