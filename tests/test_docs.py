@@ -52,6 +52,18 @@ def test_australian():
     assert f"exact {exact[0]} and {exact[1]}" in PAPER.replace("-", "−")
 
 
+def test_the_comparison_with_scikit_learns_defaults():
+    results = json.loads((ROOT / "benchmarks" / "results" / "sklearn-defaults.json").read_text())["results"]
+    expected = []
+    for row in results:
+        ours, theirs = (name for name in row if name not in ("data", "features", "wins"))
+        means = {name: sum(row[name]["log_loss"]) / len(row[name]["log_loss"]) for name in (ours, theirs)}
+        expected.append([row["data"], row["features"], f"{means[ours]:.4f}", f"{means[theirs]:.4f} ({theirs})"])
+    assert rows((ROOT / "docs" / "training.md").read_text(), 4)[1:] == expected
+    networks = [row for row in results if "BayesianLogisticRegression" not in row]
+    assert all(row["wins"] == 5 for row in networks)  # as the page says
+
+
 def test_the_guides_code_runs_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), flags=re.S)

@@ -1,0 +1,223 @@
+"""What the estimators share: seeds, validation of the data, fit and partial_fit of networks."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.model_selection import train_test_split
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from vprop.integrations.sklearn._arguments import check_network, hidden_sizes
+from vprop.integrations.sklearn._data import Rows, Standardization, make_rows, row_weights
+from vprop.integrations.sklearn._likelihoods import RowLikelihood
+from vprop.integrations.sklearn._network import ACTIVATIONS, make_network
+from vprop.integrations.sklearn._prediction import draws_for, sampled_outputs
+from vprop.integrations.sklearn._training import CosineSteps, Learner, Progress, warn_if_diverged
+from vprop.optim import IVON, VariationalOptimizer, Vprop
+
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Inputs, encoded targets, weights."""
+
+OPTIMIZERS = ("vprop", "ivon")
+ROWS_AT_ONCE = 8192
+"""Of a prediction, to bound the memory: there is an output for each weight sample."""
+
+STREAMING_SHARE = 1 / 3
+"""Step size of partial_fit as a share of learning_rate_init: a schedule may start higher than a constant can be."""
+
+
+class SampledEstimator(BaseEstimator):
+    """An estimator with a posterior: randomness from ``random_state`` alone, early stopping, sampled outputs."""
+
+    _linear_within = math.inf
+    """Standard deviations beyond which features count logarithmically."""
+
+    def _take_seeds(self) -> None:
+        """Seeds of everything random, so that neither torch's nor NumPy's global state is used."""
+        seeds = check_random_state(self.random_state).randint(np.iinfo(np.int32).max, size=4)
+        self._network_seed, self._noise_seed, self._prediction_seed, shuffle_seed = (int(seed) for seed in seeds)
+        self._shuffle = np.random.RandomState(shuffle_seed)
+
+    def _take_scales(self, X: np.ndarray, weights: np.ndarray) -> None:
+        if self.standardize:
+            self._inputs = Standardization.of(X, weights, self._linear_within)
+        else:
+            self._inputs = Standardization.none(X.shape[1])
+
+    def _rows(self, parts: Parts, dtype: torch.dtype) -> Rows:
+        X, targets, weights = parts
+        return make_rows(self._inputs.apply(X), targets, weights, dtype, self.device)
+
+    def _held_out(
+        self, X: np.ndarray, targets: np.ndarray, weights: np.ndarray, stratify: bool
+    ) -> tuple[Parts, Parts | None]:
+        """Training and, for early stopping, validation data."""
+        if not self.early_stopping:
+            return (X, targets, weights), None
+        parts = train_test_split(
+            X,
+            targets,
+            weights,
+            test_size=self.validation_fraction,
+            random_state=self._shuffle,
+            stratify=targets if stratify else None,
+        )
+        return (parts[0], parts[2], parts[4]), (parts[1], parts[3], parts[5])
+
+    def _output_blocks(self, X: Any) -> Iterator[Tensor]:
+        """(samples, rows, outputs) for new data, some rows at a time, on the CPU, in standardized units."""
+        check_is_fitted(self)
+        X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
+        for first in range(0, len(X), ROWS_AT_ONCE):
+            x = torch.tensor(self._inputs.apply(X[first : first + ROWS_AT_ONCE]), device=self.device)
+            outputs = sampled_outputs(self.posterior_, x, self._draws(), self._prediction_seed)
+            yield outputs.flatten(0, outputs.dim() - 3).cpu()
+
+    def _draws(self) -> int:
+        return int(self.n_posterior_samples)
+
+    def _take_progress(self, progress: Progress) -> None:
+        """The attributes that training leaves behind."""
+        self.loss_curve_ = progress.losses
+        self.n_iter_ = len(progress.losses)
+        if progress.scores:
+            self.validation_scores_ = progress.scores
+            self.best_validation_score_ = progress.best_score
+
+
+class BayesianMLP(SampledEstimator):
+    """A multilayer perceptron whose weights have a Gaussian posterior: the part that tasks share."""
+
+    # -- what a task provides --------------------------------------------------------------------------------
+
+    _rows_in_a_batch: int
+    """``batch_size="auto"``."""
+
+    @abstractmethod
+    def _likelihood(self, outputs: int, like: Tensor) -> RowLikelihood:
+        """A new likelihood for networks with this many outputs."""
+
+    @abstractmethod
+    def _settle(self, learner: Learner, rows: Rows) -> None:
+        """What remains to be learned after the last step."""
+
+    # -- fit -------------------------------------------------------------------------------------------------
+
+    def _fit(
+        self, X: np.ndarray, targets: np.ndarray, weights: np.ndarray, outputs: int, stratify: bool = False
+    ) -> None:
+        """Train from the beginning. ``targets`` are encoded, and no weight is zero."""
+        self._take_seeds()
+        train, validation = self._held_out(X, targets, weights, stratify)
+        self._take_scales(train[0], train[2])
+        batch_size = self._batch_size()
+        # In one batch weights are the same as repeated rows, to rounding, which float64 makes small. Beside the noise
+        # of mini-batches rounding is nothing, and float32 is several times as fast.
+        dtype = torch.float64 if len(train[0]) <= batch_size else torch.float32
+        rows = self._rows(train, dtype)
+        held_out = None if validation is None else self._rows(validation, torch.float64)
+        self._learner = self._new_learner(outputs, rows)
+        self._seen = rows.count
+        start = self._learner.loss_at_mean(rows)
+        progress = self._train(rows, held_out, batch_size)
+        if progress.best is not None:
+            self._learner = progress.best
+        self._settle(self._learner, rows)
+        self._take_progress(progress)
+        self.posterior_ = self._learner.posterior()
+        warn_if_diverged(start, self._learner.loss_at_mean(rows))
+
+    def _train(self, rows: Rows, held_out: Rows | None, batch_size: int) -> Progress:
+        progress = Progress(self.n_iter_no_change, self.tol, bool(self.verbose))
+        steps = CosineSteps(self.learning_rate_init, self.max_iter * math.ceil(len(rows) / batch_size))
+        for _ in range(self.max_iter):
+            loss = self._learner.run(rows, batch_size, self._shuffle, steps)
+            score = None if held_out is None else self._score(held_out)
+            if progress.note(loss, self._learner, score):
+                break
+        return progress
+
+    def _partial_fit(self, X: np.ndarray, targets: np.ndarray, weights: np.ndarray, outputs: int) -> None:
+        """One pass over further data, which the posterior then counts as seen."""
+        if not hasattr(self, "_learner"):
+            self._take_seeds()
+            self._take_scales(X, weights)
+            self.loss_curve_: list[float] = []
+            self.n_iter_ = 0
+            self._seen = 0.0
+        rows = self._rows((X, targets, weights), self._stream_dtype())
+        if not hasattr(self, "_learner"):
+            self._learner = self._new_learner(outputs, rows)
+        self._seen += rows.count
+        self._learner.set(num_data=self._seen)
+        step_size = STREAMING_SHARE * self.learning_rate_init
+        loss = self._learner.run(rows, self._batch_size(), self._shuffle, lambda: step_size)
+        self.loss_curve_.append(loss)
+        self.n_iter_ += 1
+        if self.verbose:
+            print(f"Iteration {self.n_iter_}, loss = {loss:.6f}")
+        self.posterior_ = self._learner.posterior()
+
+    def _stream_dtype(self) -> torch.dtype:
+        return next(self._learner.network.parameters()).dtype if hasattr(self, "_learner") else torch.float32
+
+    def _batch_size(self) -> int:
+        return self._rows_in_a_batch if self.batch_size == "auto" else int(self.batch_size)
+
+    def _forget(self) -> None:
+        """Drop what an earlier fit has learned."""
+        for name in ("_learner", "validation_scores_", "best_validation_score_"):
+            self.__dict__.pop(name, None)
+
+    # -- parts -----------------------------------------------------------------------------------------------
+
+    def _new_learner(self, outputs: int, rows: Rows) -> Learner:
+        hidden = hidden_sizes(self.hidden_layer_sizes)
+        network = make_network(
+            self.n_members, rows.x.shape[1], hidden, outputs, self.activation, self._network_seed
+        ).to(rows.x)
+        return Learner(network, self._new_optimizer(network, rows.count), self._likelihood(outputs, rows.x))
+
+    def _new_optimizer(self, network: torch.nn.Module, num_data: float) -> VariationalOptimizer:
+        arguments: dict[str, Any] = {
+            "lr": self.learning_rate_init,
+            "num_data": num_data,
+            "prior_precision": self.prior_precision,
+            "betas": tuple(self.betas),
+            "temperature": self.temperature,
+            "seed": self._noise_seed,
+        }
+        if self.optimizer == "ivon":
+            return IVON(network.parameters(), mc_samples=2, antithetic=True, **arguments)
+        return Vprop(network.parameters(), **arguments)
+
+    def _check_arguments(self) -> None:
+        check_network(self, tuple(ACTIVATIONS), OPTIMIZERS)
+
+    def _checked_weights(
+        self, sample_weight: Any, X: np.ndarray, y: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows that count, and how much. A row of weight zero is as good as absent: it must not fill batches."""
+        weights = row_weights(sample_weight, X)
+        counts = weights > 0
+        return (X, y, weights) if counts.all() else (X[counts], y[counts], weights[counts])
+
+    # -- questions to the posterior --------------------------------------------------------------------------
+
+    def _draws(self) -> int:
+        return draws_for(self.n_posterior_samples, self.n_members)
+
+    def _score(self, rows: Rows) -> float:
+        """Mean predictive log-likelihood of held-out rows."""
+        posterior = self._learner.posterior()
+        outputs = sampled_outputs(posterior, rows.x, draws_for(16, self.n_members), self._prediction_seed)
+        losses = self._learner.likelihood.predictive_losses(outputs.flatten(0, 1), rows.y)
+        return -float((losses * rows.weights).mean())
