@@ -160,6 +160,7 @@ def test_early_stopping_keeps_the_best_posterior(estimator, capsys, monkeypatch)
     output = capsys.readouterr().out
     assert f"Iteration {model.n_iter_}, loss = " in output
     assert "Validation score did not improve" in output
+    assert not hasattr(model.set_params(early_stopping=False, verbose=False).fit(X, y), "validation_scores_")
 
 
 @every_estimator

@@ -84,6 +84,11 @@ class SampledEstimator(BaseEstimator):
     def _draws(self) -> int:
         return int(self.n_posterior_samples)
 
+    def _forget(self) -> None:
+        """Drop what an earlier fit has learned."""
+        for name in ("_learner", "posterior_", "validation_scores_", "best_validation_score_"):
+            self.__dict__.pop(name, None)
+
     def _take_progress(self, progress: Progress) -> None:
         """The attributes that training leaves behind."""
         self.loss_curve_ = progress.losses
@@ -171,11 +176,6 @@ class BayesianMLP(SampledEstimator):
 
     def _batch_size(self) -> int:
         return self._rows_in_a_batch if self.batch_size == "auto" else int(self.batch_size)
-
-    def _forget(self) -> None:
-        """Drop what an earlier fit has learned."""
-        for name in ("_learner", "validation_scores_", "best_validation_score_"):
-            self.__dict__.pop(name, None)
 
     # -- parts -----------------------------------------------------------------------------------------------
 

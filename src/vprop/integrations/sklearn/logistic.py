@@ -117,7 +117,7 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
         self._check_arguments()
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32])
         self._take_classes(y)
-        self.__dict__.pop("posterior_", None)
+        self._forget()
         self._learn(X, y, sample_weight, may_hold_out=True)
         return self
 
