@@ -29,6 +29,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile is among the wrappers of a model."""
+    while isinstance(model, DistributedDataParallel | DataParallel):
+        model = model.module
+    return "_orig_mod" in model._modules
+
+
 def data_parallel_group(model: nn.Module) -> Any:
     """The process group over which DistributedDataParallel averages the gradients of ``model``, if it does."""
     outermost = model

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from vprop.wrappers import unwrapped
+from vprop.wrappers import is_compiled, unwrapped
 
 if TYPE_CHECKING:
     from vprop.optim._base import VariationalOptimizer
@@ -91,8 +91,10 @@ class Attachment:
         ]
         inside = unwrapped(model)
         if inside is not model:  # what a rank saves or evaluates by itself: ddp.module.state_dict(), ddp.module(x)
+            if not is_compiled(model):  # there the hook would be traced
+                hook = _BeforeInnerForward(optimizer, inside)
+                self._handles.append(inside.register_forward_pre_hook(hook, prepend=True))
             self._handles += [
-                inside.register_forward_pre_hook(_BeforeInnerForward(optimizer, inside), prepend=True),
                 inside.register_state_dict_pre_hook(_BeforeStateDict(optimizer, inside)),
                 inside.register_load_state_dict_pre_hook(_BeforeStateDict(optimizer, inside)),
             ]

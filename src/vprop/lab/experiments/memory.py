@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -93,5 +94,6 @@ def _living_storages() -> dict[int, int]:
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):  # asking the thing itself would wake up lazy modules
             storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):  # tensors of a compiler's trace hold no memory, and have no address
+                storages[storage.data_ptr()] = storage.nbytes()
     return storages
