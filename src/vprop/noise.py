@@ -146,9 +146,12 @@ def normals_like(
     True
     """
 
-    spread = [i for i, parameter in enumerate(parameters) if is_spread(parameter)]
-    for i in spread:
-        yield i, _of_part(parameters[i], draws[i], portable)
+    whole = []
+    for i, parameter in enumerate(parameters):
+        if is_spread(parameter):
+            yield i, _of_part(parameter, draws[i], portable)
+        else:
+            whole.append(i)
 
     def kind(i: int) -> tuple:
         parameter, draw = parameters[i], draws[i]
@@ -157,8 +160,7 @@ def normals_like(
     def limit(i: int) -> int:
         return bundle_limit(parameters[i].device)
 
-    others = [i for i in range(len(parameters)) if i not in set(spread)] if spread else range(len(parameters))
-    for members in bundles(others, kind=kind, size=lambda i: parameters[i].numel(), limit=limit):
+    for members in bundles(whole, kind=kind, size=lambda i: parameters[i].numel(), limit=limit):
         first = members[0]
         parameter, size = parameters[first], parameters[first].numel()
         device, dtype = parameter.device, compute_dtype(parameter)

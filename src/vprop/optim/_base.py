@@ -344,13 +344,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
         steps (an average of the weights, a log of their norm) sees a sample, until :meth:`discard_samples`, and
         whoever writes to the weights or to the state must call that first.
         """
-        if self.mc_samples > 1:
-            raise invalid(
-                "mc_samples",
-                self.mc_samples,
-                "0 or 1 with attach()",
-                "Pass a closure to step() for more samples.",
-            )
+        self._require_one_sample("attach()")
         if not isinstance(model, nn.Module):
             raise TypeError(f"attach(model): got {type(model).__name__}, must be the module that is trained.")
         drop_gathered(p for group in self.param_groups for p in group["params"] if is_spread(p))

@@ -30,7 +30,7 @@ from vprop.optim._members import (
     new_state,
     require_finite,
 )
-from vprop.optim._ranks import average_over_ranks, has_own_noise
+from vprop.optim._ranks import average_over_ranks, has_own_noise, mean_so_far
 from vprop.optim._sampling import at_the_mean
 from vprop.posterior import FullPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
@@ -214,8 +214,7 @@ class FullOptimizer(VariationalOptimizer):
         folded = self._estimator().fold(self._ledger.folded_all, Evidence(own, self._ledger.observed_all))
         self._ledger.folded_all, self._ledger.observed_all = folded, None
         if apart:
-            mean = self._ledger.shared_gradient
-            self._ledger.shared_gradient = grad if mean is None else mean.lerp(grad, 1 / folded.count)
+            self._ledger.shared_gradient = mean_so_far(self._ledger.shared_gradient, grad, folded.count)
 
     def _update(self) -> None:
         self._leave()

@@ -32,7 +32,7 @@ from vprop.optim._members import (
     require_finite,
     state_here,
 )
-from vprop.optim._ranks import average_over_ranks, has_own_noise
+from vprop.optim._ranks import average_over_ranks, has_own_noise, mean_so_far
 from vprop.optim._sampling import at_the_mean
 from vprop.optim._written import Written, bundles_of
 from vprop.placement import here, spread_like, whole
@@ -182,7 +182,7 @@ class PortableDiagonal(VariationalOptimizer):
             own = self._own_gradient(member) if has_own_noise(member.group) else grad
             ledger.folded[p] = estimator.fold(folded, Evidence(own, observed, noises.get(p)))
             if own is not grad:
-                ledger.shared_gradients[p] = _running(ledger.shared_gradients.get(p), grad, ledger.folded[p].count)
+                ledger.shared_gradients[p] = mean_so_far(ledger.shared_gradients.get(p), grad, ledger.folded[p].count)
 
     def _average_over_ranks(self) -> None:
         """Where ranks have noise of their own: the mean over ranks of ĥ, and the gradients that are means already."""
@@ -334,11 +334,6 @@ class PortableDiagonal(VariationalOptimizer):
             likelihood=likelihood,
             noise_variance=noise_variance,
         )
-
-
-def _running(mean: Tensor | None, value: Tensor, count: int) -> Tensor:
-    """The mean of ``count`` values, of which this is the last and those that are missing were zero."""
-    return value / count if mean is None else mean.lerp(value, 1 / count)
 
 
 def _nothing_seen(grad: Tensor) -> Evidence:

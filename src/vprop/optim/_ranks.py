@@ -87,6 +87,11 @@ class _Note:
             owner.add(p, *seen)
 
 
+def mean_so_far(mean: Tensor | None, value: Tensor, count: int) -> Tensor:
+    """The mean of ``count`` values, of which this is the last and those that are missing were zero."""
+    return value / count if mean is None else mean.lerp(value, 1 / count)
+
+
 def average_over_ranks(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
     """The mean over ranks of each tensor. All ranks must call it with tensors of the same shapes."""
     count, result = rank_and_count(group)[1], list(tensors)

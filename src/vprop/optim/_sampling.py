@@ -95,16 +95,15 @@ class SamplingOptimizer(Optimizer):
         is. :meth:`release_sample` takes it out for a while (for a validation), :meth:`discard_samples` for good.
         """
         self._refuse_inside_sample("hold_sample()")
-        if self.mc_samples > 1:
-            raise invalid(
-                "mc_samples",
-                self.mc_samples,
-                "0 or 1 with hold_sample()",
-                "Pass a closure to step() for more samples.",
-            )
+        self._require_one_sample("hold_sample()")
         if self._ledger.holder is None or self._ledger.drawn_ahead:
             self._enter(0, Holder.HOOK)
         self._ledger.held = True
+
+    def _require_one_sample(self, what: str) -> None:
+        if self.mc_samples > 1:
+            remedy = "Pass a closure to step() for more samples."
+            raise invalid("mc_samples", self.mc_samples, f"0 or 1 with {what}", remedy)
 
     def _hold_again(self) -> None:
         """Put a sample back that is held, after something that needed the mean."""
