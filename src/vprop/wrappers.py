@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -20,31 +21,31 @@ def unwrapped(model: nn.Module) -> nn.Module:
     >>> unwrapped(torch.compile(model)) is model
     True
     """
-    while True:
-        if isinstance(model, DistributedDataParallel | DataParallel):
-            model = model.module
-        elif "_orig_mod" in model._modules:
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+    *_, innermost = _layers(model)
+    return innermost
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model with what it wraps, from the outside to the inside."""
+    yield model
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        yield from _layers(model.module)
+    elif "_orig_mod" in model._modules:
+        yield from _layers(model._orig_mod)  # type: ignore[arg-type]
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile is among the wrappers of a model."""
-    while isinstance(model, DistributedDataParallel | DataParallel):
-        model = model.module
-    return "_orig_mod" in model._modules
+    return any("_orig_mod" in layer._modules for layer in _layers(model))
 
 
 def data_parallel_group(model: nn.Module) -> Any:
     """The process group over which DistributedDataParallel averages the gradients of ``model``, if it does."""
-    outermost = model
-    while not isinstance(model, DistributedDataParallel):
-        if "_orig_mod" not in model._modules:
-            _refuse_inner(outermost)
-            return None
-        model = model._orig_mod  # type: ignore[assignment]
-    return model.process_group
+    for layer in _layers(model):
+        if isinstance(layer, DistributedDataParallel):
+            return layer.process_group
+    _refuse_inner(model)
+    return None
 
 
 def _refuse_inner(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from vprop.optim._arguments import check_samples, invalid
 from vprop.optim._gathered import drop_gathered
 from vprop.optim._ledger import Holder, Ledger
-from vprop.optim._ranks import has_own_noise, rank_and_count
+from vprop.optim._ranks import has_own_noise
 from vprop.placement import is_spread
 
 
@@ -192,13 +192,16 @@ class SamplingOptimizer(Optimizer):
 
     @torch.compiler.disable
     def _note_seeds(self) -> None:
-        shared = [group for group in self.param_groups if group.get("noise", "shared") == "shared"]
-        if shared and rank_and_count()[1] > 1:
+        shared = self._groups_with_shared_noise()
+        if shared:
             self._ledger.seed_check.leave_note(shared)
 
     @torch.compiler.disable
     def _compare_seeds(self) -> None:
-        self._ledger.seed_check.compare([g for g in self.param_groups if g.get("noise", "shared") == "shared"])
+        self._ledger.seed_check.compare(self._groups_with_shared_noise())
+
+    def _groups_with_shared_noise(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group.get("noise", "shared") == "shared"]
 
     def _perturb(self, sample: int, evaluation_draw: int | None) -> None:
         # State made here outlives the block that asked for a sample, so it must not be inference tensors.

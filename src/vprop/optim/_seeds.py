@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,23 +31,25 @@ LOOKED_AT = 64
 class SeedCheck:
     """One look per optimizer at whether the ranks' seeds agree."""
 
-    _notes: dict[str, str] = field(default_factory=dict)
+    _name: str = ""
+    """Of the weights, and of which of the optimizers that hold such; empty before the first note."""
+    _seeds: str = ""
     _done: bool = False
 
     def leave_note(self, groups: Sequence[dict[str, Any]]) -> None:
         """Say with which seeds samples of which weights are drawn here. Before the first sample."""
-        if self._done or self._notes or rank_and_count()[1] == 1:
+        if self._done or self._name or rank_and_count()[1] == 1:
             return
         params = [p for group in groups for p in group["params"]]
         weights = _digest([here(p) for p in params if not is_spread(p)], [_layout(p) for p in params])
-        seeds = ",".join(str(group["seed"]) for group in groups)
+        self._seeds = ",".join(str(group["seed"]) for group in groups)
         rank, store = rank_and_count()[0], _store()
         if store is None:
             self._done = True
             return
         # Several optimizers may hold alike weights: the first of each rank is compared with the first of the others.
         number = store.add(f"vprop/{weights}/{rank}", 1)
-        self._notes = {"name": f"vprop/{weights}/{number}", "seeds": seeds}
+        self._name = f"vprop/{weights}/{number}"
         self._count(store, "noted")
 
     def compare(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -55,7 +57,7 @@ class SeedCheck:
 
         Ranks are counted, all of them and those with our seeds: everybody sees a difference, with two messages each.
         """
-        if self._done or not self._notes:
+        if self._done or not self._name:
             return
         self._done, store = True, _store()
         params = [p for group in groups for p in group["params"]]
@@ -72,14 +74,14 @@ class SeedCheck:
         if differ:
             raise RuntimeError(
                 f"Ranks train the same weights with different seeds (rank {rank_and_count()[0]} with "
-                f"{self._notes['seeds']}): they draw different samples, and the average of their gradients belongs to "
+                f"{self._seeds}): they draw different samples, and the average of their gradients belongs to "
                 'none of them. Pass the same seed on all ranks; for other samples on every rank pass noise="per_rank".'
             )
 
     def _count(self, store: Any, what: str, by: int = 1) -> tuple[int, int]:
         """Count this rank (``by=0``: only look): among all that did so, and among those with the same seeds."""
-        name = f"{self._notes['name']}/{what}"
-        return store.add(name, by), store.add(f"{name}/{self._notes['seeds']}", by)
+        name = f"{self._name}/{what}"
+        return store.add(name, by), store.add(f"{name}/{self._seeds}", by)
 
     def _differ(self, store: Any, what: str) -> bool:
         everybody, alike = self._count(store, what, by=0)
