@@ -17,6 +17,7 @@ from vprop.integrations.huggingface._scores import LOWER_IS_BETTER, score
 from vprop.likelihood import LikelihoodLike, snapshot_likelihood
 from vprop.optim import VariationalOptimizer
 from vprop.optim._hooks import Attachment
+from vprop.placement import sums
 from vprop.posterior._base import check_num_samples
 
 
@@ -169,8 +170,7 @@ def _describe(optimizer: VariationalOptimizer, model: nn.Module) -> dict[str, fl
         described["posterior_kl"] = float(posterior.kl())
     curvatures = [marginal.hess for marginal in optimizer._marginals() if marginal.hess is not None]
     if curvatures:
-        total = sum(float(hess.sum(dtype=torch.float64)) for hess in curvatures)
-        described["posterior_curvature"] = total / sum(hess.numel() for hess in curvatures)
+        described["posterior_curvature"] = sum(sums(curvatures)) / sum(hess.numel() for hess in curvatures)
     return described
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vprop.optim import VariationalOptimizer
+from vprop.placement import sums
 
 
 def variational(optimizers: Any) -> list[VariationalOptimizer]:
@@ -50,15 +51,14 @@ def _optimizers_in(configured: Any) -> Iterator[Optimizer]:
 @torch.no_grad()
 def summary(optimizer: VariationalOptimizer, model: nn.Module) -> dict[str, float]:
     """Curvature, KL and noise of the posterior, averaged over all weights that have made a step."""
-    count, totals = 0, torch.zeros(3)
-    for marginal in optimizer._marginals():
-        count += marginal.mean.numel()
-        hess = torch.full_like(marginal.variance, math.nan) if marginal.hess is None else marginal.hess
-        squared = marginal.mean.square()
-        totals += torch.stack([hess.sum(), marginal.variance.sum(), squared.sum()]).float().cpu()
+    marginals = list(optimizer._marginals())
+    count = sum(marginal.mean.numel() for marginal in marginals)
     if count == 0:
         return {}
-    curvature, variance, squared_weights = totals.tolist()
+    known = [marginal.hess for marginal in marginals if marginal.hess is not None]
+    curvature = sum(sums(known)) if len(known) == len(marginals) else math.nan
+    variance = sum(sums([marginal.variance for marginal in marginals]))
+    squared_weights = sum(sums([marginal.mean.square() for marginal in marginals]))
     values = {
         "curvature": curvature / count,
         "noise": math.sqrt(variance / count),
