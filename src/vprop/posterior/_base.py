@@ -141,7 +141,7 @@ class Posterior(ABC):
         if noise_variance is None and likelihood == "gaussian":
             noise_variance = self.noise_variance
         outputs = []
-        with _evaluation_mode(self.model):
+        with evaluation_mode(self.model):
             for weights in self._weight_samples(num_samples, seed):
                 output = call_with_weights(self.model, weights, x)
                 logits = getattr(output, "logits", output)
@@ -211,7 +211,7 @@ class Posterior(ABC):
         # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
         losses, examples = [0.0] * num_samples, 0
         refuse_spread(self.model, "elbo()")
-        with _evaluation_mode(self.model):
+        with evaluation_mode(self.model):
             for x, y, batch_loss in self._batches(objective, loss_fn):
                 size = batch_size_of(y)
                 for k, weights in enumerate(self._weight_samples(num_samples, seed)):
@@ -247,7 +247,7 @@ def check_num_samples(num_samples: int) -> None:
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, each submodule's own mode put back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

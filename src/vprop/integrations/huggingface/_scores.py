@@ -21,7 +21,7 @@ from vprop.integrations.huggingface._targets import kind_of, labelled_logits, lo
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
 from vprop.objective import call_with_weights
 from vprop.posterior import Posterior, Prediction
-from vprop.posterior._base import _evaluation_mode
+from vprop.posterior._base import evaluation_mode
 from vprop.wrappers import refuse_spread
 
 
@@ -148,7 +148,7 @@ def score(
     refuse_spread(model, "Evaluation with samples (PosteriorCallback without num_samples=0)")
     device = next(model.parameters()).device
     # Each pass over a DataLoader takes a number from torch's random state, which dropout would miss.
-    with _evaluation_mode(model), torch.random.fork_rng(devices=[]):
+    with evaluation_mode(model), torch.random.fork_rng(devices=[]):
         for batch in batches:
             if batch.get(label_name) is None:
                 return {}
