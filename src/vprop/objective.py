@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
 from vprop.likelihood.kinds import likelihood_module_of
+from vprop.replica import Replica
 from vprop.wrappers import data_parallel_group, unwrapped
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -84,8 +83,7 @@ class Objective:
 
     def output_at(self, weights: dict[str, Tensor], x: Any = None) -> Any:
         """The model's output at other weights (and on other inputs), without a trace."""
-        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        return call_with_weights(self.model, weights | buffers, self.x if x is None else x)
+        return call_with_weights(self.model, weights, self.x if x is None else x)
 
     @property
     def batch_size(self) -> int:
@@ -99,26 +97,11 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def call_with_weights(model: nn.Module, weights: dict[str, Tensor], x: Any) -> Any:
-    """``model(x)`` with other weights and buffers, leaving the model's own untouched."""
-    args, kwargs = model_arguments(x)
-    return functional_call(model, _once_per_place(model, weights), args, kwargs, tie_weights=False)
-
-
-def _once_per_place(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` by the places that hold them: each attribute of each module once, all places of a tied tensor.
-
-    torch's own treatment of ties goes by names. A module that has two (used twice in one ``Sequential``) is then
-    changed twice and restored to the first change: the model would lose its parameters.
-    """
-    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    given = {id(tensor): weights[name] for name, tensor in tensors if name in weights}
-    return {
-        f"{prefix}.{name}" if prefix else name: given[id(tensor)]
-        for prefix, module in model.named_modules()
-        for name, tensor in chain(module._parameters.items(), module._buffers.items())
-        if tensor is not None and id(tensor) in given
-    }
+def call_with_weights(model: nn.Module, weights: Mapping[str, Tensor], x: Any) -> Any:
+    """``model(x)`` with other weights and buffers; the model itself is not touched."""
+    replica = Replica(model)
+    replica.load(weights)
+    return call_model(replica, x)
 
 
 def model_arguments(x: Any) -> tuple[tuple, dict[str, Any]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
-from vprop.objective import LossFunction, Objective, batch_size_of, call_with_weights
+from vprop.objective import LossFunction, Objective, batch_size_of, call_model
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
+from vprop.replica import Replica
 from vprop.wrappers import refuse_spread
+
+_COUNTING = threading.Lock()
+"""Two threads that ask a posterior for a fresh draw at once must not get the same one."""
 
 
 class ElboEstimate(NamedTuple):
@@ -116,8 +120,10 @@ class Posterior(ABC):
         """
         if seed is not None:
             return self._in_model_dtypes(self._draw(seed, 0))
-        self._draws += 1
-        return self._in_model_dtypes(self._draw(self.seed, self._draws - 1, self.snapshot))
+        with _COUNTING:
+            draw = self._draws
+            self._draws += 1
+        return self._in_model_dtypes(self._draw(self.seed, draw, self.snapshot))
 
     @torch.no_grad()
     def predict(
@@ -133,7 +139,8 @@ class Posterior(ABC):
 
         A tuple ``x`` becomes the positional arguments of the model, a dict its keyword arguments. Of an output that
         has ``logits`` (Hugging Face) these are taken. ``likelihood`` says what the outputs are (see
-        :class:`Prediction`); by default what the posterior was made with. The model's own weights are not touched.
+        :class:`Prediction`); by default what the posterior was made with. Nothing of the model is changed meanwhile:
+        any number of threads may predict at once, while another one trains.
         """
         check_num_samples(num_samples)
         refuse_spread(self.model, "predict()")
@@ -141,22 +148,24 @@ class Posterior(ABC):
         if noise_variance is None and likelihood == "gaussian":
             noise_variance = self.noise_variance
         outputs = []
-        with evaluation_mode(self.model):
-            for weights in self._weight_samples(num_samples, seed):
-                output = call_with_weights(self.model, weights, x)
-                logits = getattr(output, "logits", output)
-                if not isinstance(logits, Tensor):
-                    raise TypeError(
-                        "predict needs a model that returns a tensor, or an output with .logits; this one returns "
-                        f"{type(output).__name__}. Wrap it in a module whose forward picks the tensor out."
-                    )
-                outputs.append(logits)
+        for model in self._sampled_models(num_samples, seed):
+            output = call_model(model, x)
+            logits = getattr(output, "logits", output)
+            if not isinstance(logits, Tensor):
+                raise TypeError(
+                    "predict needs a model that returns a tensor, or an output with .logits; this one returns "
+                    f"{type(output).__name__}. Wrap it in a module whose forward picks the tensor out."
+                )
+            outputs.append(logits)
         return Prediction(torch.stack(outputs), likelihood, noise_variance)
 
-    def _weight_samples(self, num_samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        """Weights and buffers for ``functional_call``."""
+    def _sampled_models(self, num_samples: int, seed: int) -> Iterator[Replica]:
+        """The model in evaluation mode with one draw of the weights after the other: call each before the next."""
+        replica = Replica(self.model).eval()
+        replica.load({name: buffer.clone() for name, buffer in self.buffers.items()})
         for sample in range(num_samples):
-            yield self._in_model_dtypes(self._draw(seed, sample)) | self.buffers
+            replica.load(self._in_model_dtypes(self._draw(seed, sample)))
+            yield replica
 
     def _in_model_dtypes(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}
@@ -211,12 +220,11 @@ class Posterior(ABC):
         # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
         losses, examples = [0.0] * num_samples, 0
         refuse_spread(self.model, "elbo()")
-        with evaluation_mode(self.model):
-            for x, y, batch_loss in self._batches(objective, loss_fn):
-                size = batch_size_of(y)
-                for k, weights in enumerate(self._weight_samples(num_samples, seed)):
-                    losses[k] += size * float(batch_loss(call_with_weights(self.model, weights, x), y))
-                examples += size
+        for x, y, batch_loss in self._batches(objective, loss_fn):
+            size = batch_size_of(y)
+            for k, model in enumerate(self._sampled_models(num_samples, seed)):
+                losses[k] += size * float(batch_loss(call_model(model, x), y))
+            examples += size
         if examples == 0:
             raise ValueError("elbo(objective): the objective has no examples. Pass an Objective or a non-empty loader.")
         per_sample = torch.tensor(losses, dtype=torch.float64) * (-self.ess / examples)
@@ -244,15 +252,3 @@ def check_num_samples(num_samples: int) -> None:
     """Refuse what is no number of samples."""
     if isinstance(num_samples, bool) or not isinstance(num_samples, Integral) or int(num_samples) < 1:
         raise ValueError(f"Invalid num_samples={num_samples!r}: must be an integer >= 1. 32 is the default.")
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, each submodule's own mode put back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -19,9 +19,8 @@ from torch import Tensor
 from vprop import metrics
 from vprop.integrations.huggingface._targets import kind_of, labelled_logits, logits_of, shifts_labels
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
-from vprop.objective import call_with_weights
+from vprop.objective import call_model
 from vprop.posterior import Posterior, Prediction
-from vprop.posterior._base import evaluation_mode
 from vprop.wrappers import refuse_spread
 
 
@@ -148,14 +147,14 @@ def score(
     refuse_spread(model, "Evaluation with samples (PosteriorCallback without num_samples=0)")
     device = next(model.parameters()).device
     # Each pass over a DataLoader takes a number from torch's random state, which dropout would miss.
-    with evaluation_mode(model), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         for batch in batches:
             if batch.get(label_name) is None:
                 return {}
             inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
             draws = (
-                logits_of(call_with_weights(model, weights, inputs), model)
-                for weights in posterior._weight_samples(num_samples, seed)
+                logits_of(call_model(sampled, inputs), model)
+                for sampled in posterior._sampled_models(num_samples, seed)
             )
             first = next(draws)  # its shape says what kind of task it is, and the forward sets config.problem_type
             if scores is None:

@@ -229,7 +229,7 @@ class PosteriorCallback(Callback):
         with trainer.precision_plugin.val_step_context():
             prediction = self._posterior.predict((batch,), self.num_samples, self.seed)
         targets: Any = self._posterior.model.targets
-        self._evidence.setdefault(dataloader_idx, []).append(evidence(prediction, targets))
+        self._evidence.setdefault(dataloader_idx, []).append(evidence(prediction, targets.pop()))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the scores."""
@@ -265,11 +265,13 @@ class _Forward(nn.Module):
         super().__init__()
         self.module = module
         self._forward = forward
-        self.targets: Any = None
+        self.targets: list[Any] = []
+        """Of the last batch. A list, because what a forward of a prediction sets on the module is gone with it."""
 
     def forward(self, batch: Any) -> Any:
         """The outputs of the module."""
-        outputs, self.targets = self._forward(self.module, batch)
+        outputs, targets = self._forward(self.module, batch)
+        self.targets[:] = [targets]
         return outputs
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
+
+from vprop.replica import Replica
 
 
 @torch.no_grad()
@@ -16,10 +17,10 @@ def sampled_outputs(posterior: Any, x: Tensor, draws: int, seed: int) -> Tensor:
 
     In float64 the prediction of a row does not depend, to more digits than anybody prints, on the rows beside it.
     """
-    x, outputs = x.double(), []
+    x, outputs, network = x.double(), [], Replica(posterior.model).eval()
     for draw in range(draws):
-        weights = {name: weight.double() for name, weight in posterior.sample(seed=seed + draw).items()}
-        outputs.append(functional_call(posterior.model, weights, (x,)))
+        network.load({name: weight.double() for name, weight in posterior.sample(seed=seed + draw).items()})
+        outputs.append(network(x))
     return torch.stack(outputs)
 
 
