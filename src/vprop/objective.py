@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
@@ -97,6 +98,7 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
     return model(*args, **kwargs)
 
 
+@torch.compiler.disable  # it would compile anew for every replica
 def call_with_weights(model: nn.Module, weights: Mapping[str, Tensor], x: Any) -> Any:
     """``model(x)`` with other weights and buffers; the model itself is not touched."""
     replica = Replica(model)

@@ -153,8 +153,8 @@ def test_a_held_sample_is_written_once(monkeypatch):
     """step() takes it over, whatever is called in between to hold it."""
     model, optimizer = set_up()
     batches, writes = split(make_batch(), MICRO_BATCHES), []
-    write = optimizer._write_sample
-    monkeypatch.setattr(optimizer, "_write_sample", lambda plan: (writes.append(plan), write(plan)))
+    perturb = optimizer._perturb
+    monkeypatch.setattr(optimizer, "_perturb", lambda *what: (writes.append(what), perturb(*what)))
     held_step(optimizer, model, batches)
     assert len(writes) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -181,6 +182,20 @@ def refuse_spread_parameters(group: dict[str, Any], optimizer: str) -> None:
         raise ValueError(
             f"{optimizer} needs whole parameters, but these are spread over ranks (FSDP, tensor parallel). Use "
             "DistributedDataParallel, or a diagonal optimizer: Vprop, IVON, Vadam."
+        )
+
+
+def warn_of_shared_memory(group: dict[str, Any]) -> None:
+    """Warn of weights that several processes may write to at once, each with a sample of its own."""
+    shared = [i for i, p in enumerate(group["params"]) if p.device.type == "cpu" and not is_spread(p) and p.is_shared()]
+    if shared and group["mc_samples"] > 0:
+        warnings.warn(
+            f"Parameter {shared[0]} of the group is in shared memory. If several processes train it at once (Hogwild), "
+            "their samples mix in the weights, and noise stays in them for good. Give each process a copy of the model "
+            "and average the gradients (torch.nn.parallel.DistributedDataParallel), or use mc_samples=0; with one "
+            "process at a time all is well.",
+            UserWarning,
+            stacklevel=5,
         )
 
 

@@ -13,15 +13,15 @@ from torch.optim.optimizer import ParamsT
 from vprop.curvature import CurvatureEstimator
 from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
-from vprop.optim._arguments import check_fused, check_group, invalid
+from vprop.optim._arguments import check_fused, check_group, invalid, warn_of_shared_memory
 from vprop.optim._checkpoints import CheckpointedOptimizer
 from vprop.optim._gathered import drop_gathered
 from vprop.optim._hooks import Attachment
-from vprop.optim._ledger import Holder
+from vprop.optim._ledger import Holder, forget_casts, note_hooks, release_samples
 from vprop.optim._members import Marginal, Member, label_draw_of, parameters_in
 from vprop.optim._old_gradients import refuse_old_gradients
 from vprop.optim._ranks import average_over_ranks, has_own_noise, rank_and_count, require_averaged
-from vprop.optim._sampling import at_the_mean, forget_casts
+from vprop.optim._sampling import at_the_mean
 from vprop.optim.auto_prior import due_for_change, take_auto, update_auto_priors
 from vprop.optim.diagnosis import Diagnosis, diagnose
 from vprop.placement import gradient_here, is_spread
@@ -144,6 +144,8 @@ class VariationalOptimizer(CheckpointedOptimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        release_samples(self.param_groups[-1]["params"])
+        warn_of_shared_memory(self.param_groups[-1])
 
     def _check_samples(self, group: dict[str, Any]) -> None:
         take_auto(group)  # "auto" may also be set on a group later
@@ -169,6 +171,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
         of ``sampled_params()`` blocks or of an attached model are used.
         """
         self._refuse_inside_sample("step()")
+        self._ledger.end_looks()
         if closure is None and not torch.compiler.is_compiling() and self._is_asked_for_state():
             self._make_state()
             return None
@@ -337,7 +340,8 @@ class VariationalOptimizer(CheckpointedOptimizer):
         attached to the model before is detached, if it has parameters in common with this one.
 
         Between a forward and :meth:`step` the weights hold the sample. After an interrupt there,
-        :meth:`discard_samples` puts the mean back.
+        :meth:`discard_samples` puts the mean back; so does the end of the optimizer's life. An evaluation between
+        a forward and its backward needs ``torch.no_grad()``.
 
         With ``draw_ahead=True`` a fused step leaves the next sample in the weights, which saves a pass over memory.
         Forwards, checkpoints and :meth:`posterior` are as before; whoever reads the weights themselves between two
@@ -358,16 +362,21 @@ class VariationalOptimizer(CheckpointedOptimizer):
             )
         attachment = Attachment(self, model)
         self._ledger.attached, self._ledger.draws_ahead = True, draw_ahead
+        note_hooks(self._ledger)
         return attachment
 
     def _before_forward(self, training: bool) -> None:
         """What the hook does before each forward of the attached model."""
-        if self._ledger.holder is Holder.CALLER:
+        ledger = self._ledger
+        if ledger.holder is Holder.CALLER:
             return
         if not training:
-            self._leave()
-        elif self._ledger.holder is None or self._ledger.drawn_ahead:
-            self._enter(self._ledger.open_sample or 0, Holder.HOOK)
+            self._make_room_for_evaluation("A forward of the attached model in evaluation mode")
+            return
+        ledger.end_looks()
+        if ledger.holder is None or ledger.drawn_ahead:
+            self._enter(ledger.open_sample or 0, Holder.HOOK)
+        ledger.graph_made = ledger.graph_made or torch.is_grad_enabled()
 
     def _leave_attached_sample(self) -> None:
         if self._ledger.holder is not Holder.CALLER:

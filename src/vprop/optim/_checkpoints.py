@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from vprop.kernels.table import new_counter
 from vprop.optim._arguments import check_group, check_same_parameters
-from vprop.optim._ledger import Ledger
+from vprop.optim._ledger import Ledger, note_hooks
 from vprop.optim._sampling import SamplingOptimizer
 from vprop.placement import part_of
 from vprop.precision import compute_dtype
@@ -92,7 +92,7 @@ class CheckpointedOptimizer(SamplingOptimizer):
         return compute_dtype(p)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._ledger.plan is not None or self._ledger.saved is not None:
+        if self._ledger.plan is not None or self._ledger.saved is not None or self._ledger.aside is not None:
             raise RuntimeError(
                 "The optimizer cannot be copied or pickled while a sample is in the weights: the copy's weights would "
                 "keep the noise. Call optimizer.discard_samples() first, or copy after step() (without draw_ahead)."
@@ -105,9 +105,13 @@ class CheckpointedOptimizer(SamplingOptimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         former = self.__dict__.get("_ledger", Ledger())
-        self._ledger = Ledger(
-            attached=former.attached,
-            draws_ahead=former.draws_ahead,
-            captured=former.captured,
-            own_gradients=former.own_gradients,
+        self._open_ledger(
+            Ledger(
+                attached=former.attached,
+                draws_ahead=former.draws_ahead,
+                captured=former.captured,
+                own_gradients=former.own_gradients,
+            )
         )
+        if former.attached:
+            note_hooks(self._ledger)

@@ -33,11 +33,42 @@ from vprop.placement import spread_like
 
 
 @dataclass
-class Plan:
+class DiagonalPlan:
     """A sample of all parameters: those that kernels handle, and the others."""
 
     packed: list[PackedSample]
     written: list[Written]
+
+    def write(self) -> None:
+        """Write the sample into the weights, which hold the mean."""
+        for sample in self.packed:
+            sample.write()
+        _written.write(self.written)
+
+    def take_out(self) -> None:
+        """Put the mean back, wherever the sample is in the weights."""
+        for sample in self.packed:
+            if sample.done:
+                _take_out(sample)
+        _written.restore(self.written)
+
+    def twin(self) -> DiagonalPlan:
+        """The same sample, with a memory of its own of where it is in the weights."""
+        return DiagonalPlan([replace(sample) for sample in self.packed], [replace(entry) for entry in self.written])
+
+    def owners(self) -> list[Tensor]:
+        """The parameters that it is a sample of."""
+        packed = [p for sample in self.packed for p in sample.pack.owners]
+        return packed + [entry.member.p for entry in self.written]
+
+
+def _take_out(sample: PackedSample) -> None:
+    """Put the mean back: by the kernel, or without it where the weights have been moved since."""
+    if not torch.compiler.is_compiling() and sample.pack.is_current():
+        sample.take_out()
+    else:
+        _written.restore(sample.as_written())
+        sample.done = False
 
 
 class DiagonalOptimizer(PortableDiagonal):
@@ -109,7 +140,7 @@ class DiagonalOptimizer(PortableDiagonal):
 
     # -- samples ---------------------------------------------------------------------------------------------
 
-    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> Plan:
+    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> DiagonalPlan:
         if evaluation_draw is None:
             packs, others = self._refreshed_packs()
             self._note_settings()
@@ -119,10 +150,10 @@ class DiagonalOptimizer(PortableDiagonal):
                 if is_captured(pack):
                     self._ledger.captured.append(pack.table)
                 packed.append(PackedSample(pack, noise_of(pack.group, sample, Stream.TRAINING), pack.table))
-            return Plan(packed, [self._written(member, sample, None) for member in others])
+            return DiagonalPlan(packed, [self._written(member, sample, None) for member in others])
         # Evaluation must leave no trace, so where there is no state yet it looks at one that it does not keep.
         if not all(self.state.get(member.p) for member in self._members()):
-            return Plan([], [self._written(member, sample, evaluation_draw) for member in self._members()])
+            return DiagonalPlan([], [self._written(member, sample, evaluation_draw) for member in self._members()])
         packs, others = self._refreshed_packs()
         packed = [
             PackedSample(pack, noise_of(pack.group, 0, Stream.EVALUATION), pack.table.at_step(evaluation_draw))
@@ -130,26 +161,7 @@ class DiagonalOptimizer(PortableDiagonal):
             if Role.MEAN not in pack.table.roles  # a kernel would bring the float32 mean up to date
         ]
         others = others + [member for pack in packs if Role.MEAN in pack.table.roles for member in pack.members]
-        return Plan(packed, [self._written(member, sample, evaluation_draw) for member in others])
-
-    def _write_sample(self, plan: Plan) -> None:
-        for sample in plan.packed:
-            sample.write()
-        _written.write(plan.written)
-
-    def _restore_mean(self, plan: Plan) -> None:
-        for sample in plan.packed:
-            if sample.done:
-                self._take_out(sample)
-        _written.restore(plan.written)
-
-    def _take_out(self, sample: PackedSample) -> None:
-        """Put the mean back: by the kernel, or without it where the weights have been moved since."""
-        if not torch.compiler.is_compiling() and sample.pack.is_current():
-            sample.take_out()
-        else:
-            _written.restore(sample.as_written())
-            sample.done = False
+        return DiagonalPlan(packed, [self._written(member, sample, evaluation_draw) for member in others])
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -247,7 +259,7 @@ class DiagonalOptimizer(PortableDiagonal):
         taken_by_jobs = {id(job.pack) for job in jobs if job.step.sampled}
         for pack_id, sample in self._active_samples().items():
             if pack_id not in taken_by_jobs:
-                self._take_out(sample)
+                _take_out(sample)
         if self._ledger.plan is not None:
             _written.restore(self._ledger.plan.written)
 
@@ -261,7 +273,7 @@ class DiagonalOptimizer(PortableDiagonal):
             if sample is not None:
                 sample.done = False
             if draws_ahead:
-                self._ledger.next_plan = self._ledger.next_plan or Plan([], [])
+                self._ledger.next_plan = self._ledger.next_plan or DiagonalPlan([], [])
                 self._ledger.next_plan.packed.append(PackedSample(pack, job.step.noise, pack.table, done=True))
         if job.step.clips:
             self._ledger.clipped.setdefault(pack.group_number, []).append((pack.table.clipped, pack.size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,30 @@ class _Written:
     mean: Tensor
     sample: Tensor
     done: bool = False
+
+
+@dataclass
+class _FullPlan:
+    """A sample of all parameters."""
+
+    entries: list[_Written]
+
+    def write(self) -> None:
+        for entry in self.entries:
+            entry.done = True
+            entry.member.p.copy_(entry.sample)
+
+    def take_out(self) -> None:
+        for entry in self.entries:
+            if entry.done:
+                entry.member.p.copy_(entry.mean)
+                entry.done = False
+
+    def twin(self) -> _FullPlan:
+        return _FullPlan([replace(entry) for entry in self.entries])
+
+    def owners(self) -> list[Tensor]:
+        return [entry.member.p for entry in self.entries]
 
 
 class FullOptimizer(VariationalOptimizer):
@@ -151,10 +175,10 @@ class FullOptimizer(VariationalOptimizer):
 
     # -- samples ---------------------------------------------------------------------------------------------
 
-    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> list[_Written]:
+    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> _FullPlan:
         members = self._members()
         if not members:
-            return []
+            return _FullPlan([])
         matrix = self._matrix(members, keep=evaluation_draw is None)
         factor = self._factor(matrix, self._damping(members))
         states = [self._peek_state(member) for member in members]
@@ -163,10 +187,12 @@ class FullOptimizer(VariationalOptimizer):
         eps = _flat([noises[i] * sign for i, (_, sign) in enumerate(draws)])
         means = [mean_of(member.p, state) for member, state in zip(members, states, strict=True)]
         offset = full.perturbation(factor, eps, members[0].ess)
-        return [
-            _Written(member, member.p.detach().clone(), (mean + piece.view(mean.shape)).to(member.p.dtype))
-            for member, mean, piece in zip(members, means, _pieces(offset, members), strict=True)
-        ]
+        return _FullPlan(
+            [
+                _Written(member, member.p.detach().clone(), (mean + piece.view(mean.shape)).to(member.p.dtype))
+                for member, mean, piece in zip(members, means, _pieces(offset, members), strict=True)
+            ]
+        )
 
     def _factor(self, matrix: CurvatureMatrix, damping: float | Tensor) -> Tensor:
         """The Cholesky factor of H + Δ, kept from one sample to the next, and from an update to the next sample."""
@@ -176,17 +202,6 @@ class FullOptimizer(VariationalOptimizer):
         factor = full.factorize(matrix.sub, damping).factor
         self._ledger.factor = KeptFactor.of(matrix, damping, factor)
         return factor
-
-    def _write_sample(self, plan: list[_Written]) -> None:
-        for entry in plan:
-            entry.done = True
-            entry.member.p.copy_(entry.sample)
-
-    def _restore_mean(self, plan: list[_Written]) -> None:
-        for entry in plan:
-            if entry.done:
-                entry.member.p.copy_(entry.mean)
-                entry.done = False
 
     # -- the step --------------------------------------------------------------------------------------------
 

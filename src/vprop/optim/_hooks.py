@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -58,18 +59,60 @@ class _BeforeInnerForward(_Hook):
 class _AfterForward(_Hook):
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
-        """Without a result the forward raised: there will be no backward, so take the sample out."""
+        """Evaluation mode: the sample comes back. Training mode: if the forward raised there will be no backward."""
         optimizer = self._optimizer_of(module)
-        if optimizer is not None and result is None:
+        if optimizer is None:
+            return
+        if not module.training:
+            optimizer._ledger.end_look()
+        elif result is None and sys.exc_info()[0] is not None and not _inside_backward():
             optimizer._leave_attached_sample()
+
+
+class _AfterInnerForward(_Hook):
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Evaluation mode: the sample comes back."""
+        optimizer = self._optimizer_of(module)
+        if optimizer is not None and not module.training:
+            optimizer._ledger.end_look()
 
 
 class _BeforeStateDict(_Hook):
     def __call__(self, module: nn.Module, *rest: Any) -> None:
-        """What is saved is the mean; and what is loaded must not have noise subtracted from it later."""
+        """What is saved is the mean."""
+        optimizer = self._optimizer_of(module)
+        if optimizer is not None:
+            optimizer._ledger.begin_look()
+
+
+class _AfterStateDict(_Hook):
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Copies of what will not be in the weights any longer, and the sample comes back."""
+        optimizer = self._optimizer_of(module)
+        if optimizer is None:
+            return
+        aside = optimizer._ledger.aside
+        if aside is not None:
+            out = {id(p) for p in aside.plan.owners()}
+            for name, p in module._parameters.items():
+                if id(p) in out and prefix + name in state_dict:
+                    saved = state_dict[prefix + name]
+                    state_dict[prefix + name] = saved.detach().clone().requires_grad_(saved.requires_grad)
+        optimizer._ledger.end_look()
+
+
+class _BeforeLoadStateDict(_Hook):
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        """What is loaded must not have noise subtracted from it later."""
         optimizer = self._optimizer_of(module)
         if optimizer is not None:
             optimizer._leave_attached_sample()
+
+
+def _inside_backward() -> bool:
+    """Whether autograd is at work: gradient checkpointing repeats forwards there, and stops them half-way."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Attachment:
@@ -82,22 +125,27 @@ class Attachment:
                 hook.attachment.remove()  # an earlier optimizer's, or our own: only one can sample
         before = _BeforeForward(optimizer, model)
         before.attachment = self
-        self._handles: list[RemovableHandle] = [
-            # First of all hooks: that of FSDP copies the weights.
-            model.register_forward_pre_hook(before, prepend=True),
-            model.register_forward_hook(_AfterForward(optimizer, model), always_call=True),
-            model.register_state_dict_pre_hook(_BeforeStateDict(optimizer, model)),
-            model.register_load_state_dict_pre_hook(_BeforeStateDict(optimizer, model)),
-        ]
+        # First of all hooks: that of FSDP copies the weights.
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(before, prepend=True)]
+        self._handles.append(model.register_forward_hook(_AfterForward(optimizer, model), always_call=True))
         inside = unwrapped(model)
-        if inside is not model:  # what a rank saves or evaluates by itself: ddp.module.state_dict(), ddp.module(x)
-            if not is_compiled(model):  # there the hook would be traced
-                hook = _BeforeInnerForward(optimizer, inside)
-                self._handles.append(inside.register_forward_pre_hook(hook, prepend=True))
-            self._handles += [
-                inside.register_state_dict_pre_hook(_BeforeStateDict(optimizer, inside)),
-                inside.register_load_state_dict_pre_hook(_BeforeStateDict(optimizer, inside)),
-            ]
+        if inside is not model and not is_compiled(model):  # there the hooks would be traced
+            # what a rank evaluates by itself: ddp.module(x)
+            hook = _BeforeInnerForward(optimizer, inside)
+            self._handles.append(inside.register_forward_pre_hook(hook, prepend=True))
+            self._handles.append(inside.register_forward_hook(_AfterInnerForward(optimizer, inside), always_call=True))
+        self._watch_checkpoints(optimizer, model)
+
+    def _watch_checkpoints(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
+        """Every module with parameters of the optimizer's says what its ``state_dict`` holds of them."""
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for module in model.modules():
+            if any(id(p) in owned for p in module._parameters.values()):
+                self._handles += [
+                    module.register_state_dict_pre_hook(_BeforeStateDict(optimizer, module)),
+                    module.register_state_dict_post_hook(_AfterStateDict(optimizer, module)),
+                    module.register_load_state_dict_pre_hook(_BeforeLoadStateDict(optimizer, module)),
+                ]
 
     def _shares(self, other: VariationalOptimizer) -> bool:
         """Whether the optimizer has parameters in common with another, or is gone."""

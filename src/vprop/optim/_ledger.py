@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import threading
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from vprop.curvature import Folded
 from vprop.optim._curvature_matrix import KeptFactor
+from vprop.optim._plans import KeptWeights, SetAside
 from vprop.optim._ranks import OwnGradients
 from vprop.optim._seeds import SeedCheck
 
@@ -22,7 +26,7 @@ class Holder(enum.Enum):
     HOOK = "attach() or hold_sample(): the next step() or evaluation-mode forward takes the sample out"
 
 
-@dataclass
+@dataclass(eq=False)  # two are never the same, and a set holds them
 class Ledger:
     """The samples of the coming step, and what waits to be reported.
 
@@ -32,9 +36,13 @@ class Ledger:
 
     holder: Holder | None = None
     plan: Any = None
-    """How to take the active training sample out of the weights."""
-    saved: list[tuple[Tensor, Tensor]] | None = None
-    """Weights and copies of them, while an evaluation sample is active."""
+    """The structure's :class:`~vprop.optim._plans.Plan` of the sample that is in the weights."""
+    aside: SetAside | None = None
+    """A sample that is out of the weights for a moment, because somebody looks at the mean."""
+    graph_made: bool = False
+    """Whether a forward with gradients has seen the sample that a hook put into the weights."""
+    saved: KeptWeights | None = None
+    """What was in the weights before a draw for evaluation."""
     open_sample: int | None = None
     """The sample whose gradient is, or will be, in ``p.grad``."""
     folded_samples: int = 0
@@ -75,6 +83,9 @@ class Ledger:
     captured: list[Any] = field(default_factory=list)
     """What CUDA graphs read: it must live as long as they may run."""
 
+    block_was_idle: bool = False
+    """Whether the last `with optimizer.sampled_params():` block ended without a backward."""
+    warned_of_repetition: bool = False
     evaluation_draws: int = 0
     snapshots: int = 0
     asked_by_grad_scaler: bool = False
@@ -93,9 +104,80 @@ class Ledger:
         self.snapshots += 1
         return self.snapshots
 
+    # -- what is in the weights ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def put_mean_back(self) -> None:
+        """Put the mean back if a sample is in the weights.
+
+        The holder goes first: should an interrupt strike half-way, the next call carries on from there.
+        """
+        self.end_evaluation()
+        self.end_looks()
+        self.holder = None
+        if self.drawn_ahead:  # nobody saw it, so it does not count as drawn
+            self.open_sample, self.drawn_ahead = None, False
+        for plan in (self.plan, self.next_plan):
+            if plan is not None:
+                plan.take_out()
+        self.plan = self.next_plan = None
+        self.graph_made = False
+        forget_casts()
+
+    @torch.no_grad()
+    def end_evaluation(self) -> None:
+        """Put back, bit for bit, what was in the weights before a draw for evaluation."""
+        if self.saved is not None:
+            self.holder = None
+            with torch.inference_mode(False):
+                self.saved.put_back()
+            self.saved = self.plan = None
+            forget_casts()
+
+    def begin_look(self) -> None:
+        """Put the mean into the weights for a moment. If they hold a sample, :meth:`end_look` brings it back.
+
+        Nothing may differentiate through what is computed meanwhile: autograd will not notice that the weights have
+        changed, so that a backward through the sample, which may be due, still works.
+        """
+        if self.aside is not None:
+            self.aside.looks += 1
+        elif self.drawn_ahead:
+            self.put_mean_back()
+        elif self.plan is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.aside = SetAside(self.plan, self.holder)
+                self.plan = self.holder = None
+                self.aside.take_out()
+            forget_casts()
+
+    def end_look(self) -> None:
+        """End one look at the mean."""
+        if self.aside is not None:
+            self.aside.looks -= 1
+            if self.aside.looks == 0:
+                self.end_looks()
+
+    def end_looks(self) -> None:
+        """End all looks, those that an interrupt has left open included."""
+        aside = self.aside
+        if aside is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                aside.put_back()
+            self.plan, self.holder, self.aside = aside.plan, aside.holder, None
+            forget_casts()
+
+    def holds_sample_of(self, params: set[int]) -> bool:
+        """Whether the weights hold a sample of some of the parameters with these ids, for a hook."""
+        plan = self.plan if self.aside is None else self.aside.plan
+        return self.holder is not Holder.CALLER and plan is not None and any(id(p) in params for p in plan.owners())
+
+    # -- the step --------------------------------------------------------------------------------------------
+
     def forget_samples(self) -> None:
         """Start the step over."""
-        self.holder = self.plan = self.saved = self.open_sample = None
+        self.holder = self.plan = self.aside = self.saved = self.open_sample = None
+        self.graph_made = self.block_was_idle = False
         self.drawn_ahead, self.held, self.settings = False, False, {}
         self.own_gradients.clear()
         self.forget_folded()
@@ -106,3 +188,36 @@ class Ledger:
         self.folded, self.partners, self.observed = {}, {}, {}
         self.folded_all = self.observed_all = self.shared_gradient = None
         self.shared_gradients, self.estimates = {}, {}
+
+
+def forget_casts() -> None:
+    """Make autocast cast the weights anew: until its block ends it would use what it cast before they changed."""
+    if not torch.compiler.is_compiling():
+        torch.clear_autocast_cache()
+
+
+# -- optimizers that meet ------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_with_hooks: weakref.WeakSet[Ledger] = weakref.WeakSet()
+"""Those whose samples may stay in the weights after the call that wrote them."""
+
+
+def note_hooks(ledger: Ledger) -> None:
+    """Remember that samples may stay in the weights between two calls."""
+    with _lock:
+        _with_hooks.add(ledger)
+
+
+def release_samples(params: Iterable[Tensor]) -> None:
+    """Put the mean back wherever another optimizer has left a sample: these parameters get a new one.
+
+    A notebook cell run again builds the new optimizer while the old one still lives.
+    """
+    with _lock:
+        others = list(_with_hooks)
+    if others:
+        ours = {id(p) for p in params}
+        for ledger in others:
+            if ledger.holds_sample_of(ours):
+                ledger.put_mean_back()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +14,8 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from vprop.optim._arguments import check_samples, invalid
-from vprop.optim._gathered import drop_gathered
-from vprop.optim._ledger import Holder, Ledger
+from vprop.optim._ledger import Holder, Ledger, forget_casts, note_hooks
+from vprop.optim._plans import KeptWeights, Plan
 from vprop.optim._ranks import has_own_noise
 from vprop.placement import is_spread
 
@@ -22,25 +24,26 @@ class SamplingOptimizer(Optimizer):
     """An optimizer that writes samples into the weights and takes them out again, with a ledger of where it stands."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._ledger = Ledger()
+        self._open_ledger(Ledger())
         super().__init__(params, defaults)
+
+    def _open_ledger(self, ledger: Ledger) -> None:
+        """Keep a ledger. The mean comes back into the weights should the optimizer go while a sample is in them."""
+        former = self.__dict__.get("_when_freed")
+        if former is not None:
+            former.detach()
+        self._ledger = ledger
+        self._when_freed = weakref.finalize(self, ledger.put_mean_back)
+        self._when_freed.atexit = False
 
     # -- what a structure provides ---------------------------------------------------------------------------
 
     @abstractmethod
-    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> Any:
+    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> Plan:
         """Which noise goes where: all that writing a sample, and taking it out again, needs.
 
         ``evaluation_draw`` is ``None`` for a sample of the coming step.
         """
-
-    @abstractmethod
-    def _write_sample(self, plan: Any) -> None:
-        """Write the sample into the weights, which hold the mean."""
-
-    @abstractmethod
-    def _restore_mean(self, plan: Any) -> None:
-        """Put the mean back, from the weights and the noise, generated again. Undoes a half-done write, too."""
 
     def _fits_drawn_ahead(self) -> bool:
         """Whether the sample that the last step left in the weights is still the one to draw."""
@@ -83,8 +86,39 @@ class SamplingOptimizer(Optimizer):
         nothing of the training run changes.
         """
         self._refuse_inside_sample("sampled_params()")
-        with self._active_sample(sample) if train else self._active_evaluation(sample):
+        if not train:
+            with self._active_evaluation(sample):
+                yield
+            return
+        if self._repeats_idle_block(sample):
+            warnings.warn(
+                "`with optimizer.sampled_params():` gives the same sample until step(), so this block sees the weights "
+                "of the last one, in which there was no backward. For evaluation use "
+                "`with optimizer.sampled_params(train=False):`, a fresh sample each time, or optimizer.posterior(model)"
+                ".predict(x).",
+                UserWarning,
+                stacklevel=3,
+            )
+        with self._active_sample(sample):
+            before = self._gradient_marks()
             yield
+            self._ledger.block_was_idle = before == self._gradient_marks()
+
+    def _repeats_idle_block(self, sample: int) -> bool:
+        """Whether a block is begun again after one without a backward: told once, to users who expect a new draw."""
+        ledger = self._ledger
+        repeats = ledger.block_was_idle and sample == ledger.open_sample and self.mc_samples > 0
+        if not repeats or ledger.warned_of_repetition or torch.compiler.is_compiling():
+            return False
+        ledger.warned_of_repetition = True
+        return True
+
+    def _gradient_marks(self) -> list[Any]:
+        """What changes with every backward."""
+        if torch.compiler.is_compiling():
+            return []
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
     def hold_sample(self) -> None:
         """Put the sample of the coming :meth:`step` into the weights, where it stays until then.
@@ -96,6 +130,7 @@ class SamplingOptimizer(Optimizer):
         """
         self._refuse_inside_sample("hold_sample()")
         self._require_one_sample("hold_sample()")
+        note_hooks(self._ledger)
         if self._ledger.holder is None or self._ledger.drawn_ahead:
             self._enter(0, Holder.HOOK)
         self._ledger.held = True
@@ -144,19 +179,44 @@ class SamplingOptimizer(Optimizer):
         """A draw for evaluation, for a block of code."""
         if sample != 0:
             raise invalid("sample", sample, "left out with train=False", "Every evaluation block draws afresh.")
-        self._leave()
+        self._make_room_for_evaluation("sampled_params(train=False)")
         try:
-            self._ledger.saved = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+            with torch.inference_mode(False):
+                self._ledger.saved = KeptWeights(p for group in self.param_groups for p in group["params"])
             self._perturb(0, self._ledger.evaluation_draws)
+            self._ledger.saved.mark()
             self._ledger.holder = Holder.CALLER
             self._ledger.evaluation_draws += 1
             yield
         finally:
-            self._leave()
+            self._ledger.end_evaluation()
+            self._ledger.end_look()
             self._hold_again()
+
+    def _make_room_for_evaluation(self, what: str) -> None:
+        """Put the mean into the weights, for a forward in evaluation mode, say.
+
+        A sample that a hook holds comes back afterwards. Once a backward has been through it, and gradients of the
+        evaluation may be wanted, it is taken out for good instead: :meth:`step` does not need it in the weights.
+        """
+        backward_is_due = self._ledger.graph_made and self._has_no_gradient()
+        if torch.is_grad_enabled() and not backward_is_due:
+            self._leave()
+            return
+        if torch.is_grad_enabled() and any(is_spread(p) for group in self.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{what} between a forward in training mode and its backward: the weights hold the sample that the "
+                "backward needs. Where parameters are spread over ranks, call it inside `with torch.no_grad():`, or "
+                "after backward()."
+            )
+        self._ledger.begin_look()
+
+    def _has_no_gradient(self) -> bool:
+        return all(p.grad is None for group in self.param_groups for p in group["params"])
 
     def _enter(self, sample: int, holder: Holder) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
+        self._ledger.end_looks()
         if self._ledger.drawn_ahead and sample == 0 and self._fits_drawn_ahead():
             self._ledger.holder, self._ledger.drawn_ahead = holder, False
             return
@@ -208,31 +268,15 @@ class SamplingOptimizer(Optimizer):
         with torch.inference_mode(False), torch.no_grad():
             try:
                 self._ledger.plan = self._plan_sample(sample, evaluation_draw)
-                self._write_sample(self._ledger.plan)
+                self._ledger.plan.write()
                 forget_casts()
             except BaseException:
                 self._leave()
                 raise
 
-    @torch.no_grad()
     def _leave(self) -> None:
-        """Put the mean back if a sample is in the weights.
-
-        The holder goes first: should an interrupt strike half-way, the next call carries on from there.
-        """
-        self._ledger.holder = None
-        if self._ledger.drawn_ahead:  # nobody saw it, so it does not count as drawn
-            self._ledger.open_sample, self._ledger.drawn_ahead = None, False
-        if self._ledger.saved is not None:
-            for p, mean in self._ledger.saved:
-                p.copy_(mean)
-            drop_gathered(p for p, _ in self._ledger.saved if is_spread(p))
-        else:
-            for plan in (self._ledger.plan, self._ledger.next_plan):
-                if plan is not None:
-                    self._restore_mean(plan)
-        self._ledger.saved = self._ledger.plan = self._ledger.next_plan = None
-        forget_casts()
+        """Put the mean back if a sample is in the weights."""
+        self._ledger.put_mean_back()
 
     def _fold_open_sample(self) -> None:
         """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""
@@ -271,16 +315,10 @@ def at_the_mean(method: Method) -> Method:
     @wraps(method)
     def wrapped(self: SamplingOptimizer, *args: Any, **kwargs: Any) -> Any:
         self._refuse_inside_sample(f"{method.__name__}()")
-        self._leave()
+        self._ledger.begin_look()
         try:
             return method(self, *args, **kwargs)
         finally:
-            self._hold_again()
+            self._ledger.end_look()
 
     return wrapped  # type: ignore[return-value]
-
-
-def forget_casts() -> None:
-    """Make autocast cast the weights anew: until its block ends it would use what it cast before they changed."""
-    if not torch.compiler.is_compiling():
-        torch.clear_autocast_cache()

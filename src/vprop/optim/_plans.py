@@ -1,0 +1,86 @@
+"""What every structure knows of a sample that is in the weights, and weights that are kept for a moment."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vprop.optim._gathered import drop_gathered
+from vprop.placement import here, is_spread
+
+
+class Plan(Protocol):
+    """A sample of all parameters: which noise goes where."""
+
+    def write(self) -> None:
+        """Write the sample into the weights, which hold the mean."""
+
+    def take_out(self) -> None:
+        """Put the mean back, from the weights and the noise, generated again. Undoes a half-done write, too."""
+
+    def twin(self) -> Plan:
+        """Another one of the same sample, with a memory of its own of whether it is in the weights."""
+
+    def owners(self) -> list[Tensor]:
+        """The parameters that it is a sample of."""
+
+
+class KeptWeights:
+    """What is in the weights, kept while something else is, to be put back bit for bit.
+
+    A graph that was made before can be differentiated afterwards: the weights count as unchanged. A graph that is made
+    meanwhile cannot, because what it was made with is gone, and autograd says so. It goes by the number of changes to a
+    tensor, so the weights get numbers meanwhile that they never have otherwise.
+    """
+
+    _numbers = itertools.count(1 << 30)
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._params = list(params)
+        self._copies = [here(p).detach().clone() for p in self._params]
+        self._watched = list({id(t): t for p in self._params for t in (p, here(p))}.values())
+        self._versions = [tensor._version for tensor in self._watched]
+
+    def mark(self) -> None:
+        """Tell autograd that the weights hold something else now."""
+        number = next(self._numbers)
+        for tensor in self._watched:
+            _set_version(tensor, number)
+
+    def put_back(self) -> None:
+        """Put the weights back."""
+        for p, kept in zip(self._params, self._copies, strict=True):
+            here(p).detach().copy_(kept)
+        for tensor, version in zip(self._watched, self._versions, strict=True):
+            _set_version(tensor, version)
+        drop_gathered(p for p in self._params if is_spread(p))
+
+
+class SetAside:
+    """A sample that is out of the weights for a moment, because somebody looks at the mean."""
+
+    def __init__(self, plan: Plan, holder: Any) -> None:
+        self.plan, self.holder = plan, holder
+        self.looks = 1
+        self._kept = KeptWeights(plan.owners())
+
+    def take_out(self) -> None:
+        """Put the mean into the weights."""
+        self.plan.twin().take_out()
+        self._kept.mark()
+
+    def put_back(self) -> None:
+        """Put the sample back."""
+        self._kept.put_back()
+
+
+def _set_version(tensor: Tensor, version: int) -> None:
+    set_counter: Any = torch._C._autograd._unsafe_set_version_counter
+    try:
+        set_counter((tensor,), (version,))
+    except TypeError:  # as older torch has it
+        set_counter(tensor, version)
