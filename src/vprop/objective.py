@@ -89,7 +89,7 @@ class Objective:
 
     @property
     def batch_size(self) -> int:
-        """How many examples the mean is over."""
+        """How many examples the batch has, whatever the loss counts of them."""
         return batch_size_of(self.y)
 
 
