@@ -55,6 +55,8 @@ class Objective:
         self.loss_fn = loss_fn
         self.x = x
         self.y = y
+        self.last_loss: Tensor | None = None
+        """What the last call returned, without its graph."""
         self.likelihood: Likelihood | None
         self._noise_module = likelihood_module_of(loss_fn, likelihood, noise_variance)
         if self._noise_module is not None:
@@ -76,6 +78,7 @@ class Objective:
         self._outermost.zero_grad(set_to_none=True)
         loss = self.loss_fn(call_model(self._outermost, self.x), self.y)
         loss.backward()
+        self.last_loss = loss.detach()
         return loss
 
     def loss_at(self, weights: dict[str, Tensor], x: Any = None, y: Any = None) -> Tensor:

@@ -26,6 +26,10 @@ class LossCall(NamedTuple):
     arguments: dict[str, Any]
     result: Tensor
 
+    def option(self, name: str) -> Any:
+        """An argument by its name, ``None`` where it was left out."""
+        return self.reduction if name == "reduction" else self.arguments.get(name)
+
     @property
     def reduction(self) -> str:
         """``"mean"``, ``"sum"`` or ``"none"``, also where it was said in the way of old."""
@@ -37,6 +41,26 @@ class LossCall(NamedTuple):
     def terms(self) -> Tensor:
         """Σw of the targets, a scalar: what a mean of them is divided by."""
         return _TERMS[self.function](self.arguments)
+
+
+def options_beyond_a_log_likelihood(value_of: Callable[[str], Any]) -> list[str]:
+    """The options of one of torch's losses, as ``name=value``, with which it is no mean negative log-likelihood.
+
+    ``value_of`` gives the value of an option by its name, ``None`` for one that there is not. A class that is ignored
+    is one that the model can predict; −100 is none.
+
+    >>> options_beyond_a_log_likelihood({"reduction": "sum", "ignore_index": -100}.get)
+    ["reduction='sum'"]
+    """
+    found = [f"{name}=..." for name in ("weight", "pos_weight") if value_of(name) is not None]
+    if value_of("reduction") not in (None, "mean"):
+        found.append(f"reduction={value_of('reduction')!r}")
+    if value_of("label_smoothing"):
+        found.append(f"label_smoothing={value_of('label_smoothing')}")
+    ignored = value_of("ignore_index")
+    if ignored is not None and ignored >= 0:
+        found.append(f"ignore_index={ignored}")
+    return found
 
 
 class LossWatch(TorchFunctionMode):
