@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
 from vprop.likelihood.kinds import likelihood_module_of
+from vprop.likelihood.terms import LossWatch
 from vprop.wrappers import data_parallel_group, unwrapped
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -89,6 +91,17 @@ class Objective:
         """The model's output at other weights (and on other inputs), without a trace."""
         buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
         return call_with_weights(self.model, weights | buffers, self.x if x is None else x)
+
+    @torch.no_grad()
+    def has_targets(self) -> bool:
+        """Whether anything counts in the batch: a mean over ignored labels alone is NaN. Costs a forward.
+
+        Of a loss that is none of torch's this is not seen; then the answer is yes.
+        """
+        with LossWatch() as watch:
+            loss = self.loss_at({name: p.detach() for name, p in self.model.named_parameters()})
+        terms = watch.terms_of(loss)
+        return terms is None or bool(terms != 0)
 
     @property
     def batch_size(self) -> int:
