@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
 from vprop.likelihood.kinds import likelihood_module_of
+from vprop.likelihood.terms import LossWatch
 from vprop.replica import Replica
 from vprop.wrappers import data_parallel_group, unwrapped
 
@@ -55,6 +56,8 @@ class Objective:
         self.loss_fn = loss_fn
         self.x = x
         self.y = y
+        self.last_loss: Tensor | None = None
+        """What the last call returned, without its graph."""
         self.likelihood: Likelihood | None
         self._noise_module = likelihood_module_of(loss_fn, likelihood, noise_variance)
         if self._noise_module is not None:
@@ -76,6 +79,7 @@ class Objective:
         self._outermost.zero_grad(set_to_none=True)
         loss = self.loss_fn(call_model(self._outermost, self.x), self.y)
         loss.backward()
+        self.last_loss = loss.detach()
         return loss
 
     def loss_at(self, weights: dict[str, Tensor], x: Any = None, y: Any = None) -> Tensor:
@@ -86,9 +90,20 @@ class Objective:
         """The model's output at other weights (and on other inputs), without a trace."""
         return call_with_weights(self.model, weights, self.x if x is None else x)
 
+    @torch.no_grad()
+    def has_targets(self) -> bool:
+        """Whether anything counts in the batch: a mean over ignored labels alone is NaN. Costs a forward.
+
+        Of a loss that is none of torch's this is not seen; then the answer is yes.
+        """
+        with LossWatch() as watch:
+            loss = self.loss_at({name: p.detach() for name, p in self.model.named_parameters()})
+        terms = watch.terms_of(loss)
+        return terms is None or bool(terms != 0)
+
     @property
     def batch_size(self) -> int:
-        """How many examples the mean is over."""
+        """How many examples the batch has, whatever the loss counts of them."""
         return batch_size_of(self.y)
 
 

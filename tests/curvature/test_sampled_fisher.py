@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -171,6 +172,29 @@ def test_a_loss_that_is_no_mean_log_likelihood_is_not_taken_for_one(loss_fn):
     optimizer = Vprop(model.parameters(), num_data=10, sampled_fisher=True)
     with pytest.raises(ValueError, match="does not say from which distribution"):
         optimizer.step(Objective(model, loss_fn, x, labels))
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "likelihood", "option"),
+    [
+        (nn.CrossEntropyLoss(weight=WEIGHTS), "categorical", r"cross_entropy with weight=\.\.\."),
+        (lambda f, y: F.cross_entropy(f, y, WEIGHTS), "categorical", r"cross_entropy with weight=\.\.\."),
+        (partial(F.cross_entropy, reduction="sum"), "categorical", "cross_entropy with reduction='sum'"),
+        (partial(F.cross_entropy, label_smoothing=0.1), "categorical", r"cross_entropy with label_smoothing=0\.1"),
+        (partial(F.cross_entropy, ignore_index=1), "categorical", "cross_entropy with ignore_index=1"),
+        (partial(F.mse_loss, reduction="sum"), "gaussian", "mse_loss with reduction='sum'"),
+        (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), "bernoulli", r"binary_cross_entropy_with_logits with pos_weight=\."),
+    ],
+)
+def test_nor_where_it_is_said_to_be_one(loss_fn, likelihood, option):
+    model, (x, y) = make_model(), make_batch()
+    labels = y if likelihood == "categorical" else F.one_hot(y, 3).float()
+    optimizer = Vprop(model.parameters(), num_data=10, sampled_fisher=True)
+    with pytest.raises(ValueError, match=rf"Invalid loss_fn: {option}.*must be a mean.*sampled_fisher=False"):
+        optimizer.step(Objective(model, loss_fn, x, labels, likelihood=likelihood))
 
 
 @pytest.mark.parametrize("constructor", [VONG, Vprop])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from vprop.lab.experiments import curves, explore, filter, memory, pool, run
+import vprop as library
+from vprop.lab.experiments import curves, explore, filter, memory, pool, run, sources
 from vprop.lab.experiments.methods import BY_NAME, METHODS
 from vprop.lab.experiments.problem import problem
 from vprop.lab.experiments.store import Store, key_of, write_json
@@ -123,6 +126,30 @@ class TestRuns:
             spec.loader.exec_module(module)
             keys |= {key_of({"seed": 0}, module), key_of({"seed": 0}, module)}
         assert len(keys) == 2
+
+    def test_every_experiment_has_the_librarys_code_in_its_key(self, monkeypatch):
+        jobs = [TINY, filter.Pass("ekf", "breast_cancer", "x", 0, 10), explore.Walk("newton", 0)]
+        before = [job.key for job in jobs]
+        assert [job.key for job in jobs] == before
+        monkeypatch.setattr(sources, "core", lambda: "changed")
+        assert not set(before) & {job.key for job in jobs}
+
+    def test_a_changed_file_of_the_library_is_another_core(self, tmp_path, monkeypatch):
+        """In a copy of the library; what only the lab and the integrations read is left out."""
+        root = tmp_path / "vprop"
+        shutil.copytree(Path(library.__file__).parent, root, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        monkeypatch.setattr(library, "__file__", str(root / "__init__.py"))
+        computed = sources.core.__wrapped__
+        before = computed()
+        for name in ("lab/plots.py", "lab/report/page.py", "integrations/sklearn/classifier.py"):
+            (root / name).write_text("# changed\n")
+        assert computed() == before
+        seen = {before}
+        for name in ("optim/vprop.py", "curvature/price.py", "noise.py", "functional/new.py", "kernels/cpu.c"):
+            (root / name).write_text("// changed\n")
+            seen.add(computed())
+        (root / "noise.py").rename(root / "noises.py")
+        assert len(seen | {computed()}) == 7
 
     def test_full_batch_elbo_is_the_posteriors_own(self):
         """The figure's quadrature against the library's Monte Carlo; 5 standard errors, once in 1.7 million."""

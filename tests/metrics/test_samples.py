@@ -93,7 +93,14 @@ def test_crps_of_several_outputs_is_the_mean():
 # -- coverage ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "level"), [(19, 0.9), (39, 0.9), (39, 0.95), (9, 0.8), (3, 0.5), (199, 0.99)])
+COUNTS_AND_LEVELS = [
+    *[(19, 0.9), (39, 0.9), (39, 0.95), (9, 0.8), (3, 0.5), (199, 0.99)],  # the ends are samples
+    *[(32, 0.9), (20, 0.9), (100, 0.95), (64, 0.683), (7, 0.123)],  # the ends are between samples
+    *[(2, 0.01), (2, 0.3), (4, 0.1), (3, 1e-12)],  # fewer are wanted than lie between the two innermost samples
+]
+
+
+@pytest.mark.parametrize(("count", "level"), COUNTS_AND_LEVELS)
 def test_coverage_is_exact_for_an_observation_like_the_samples(count, level):
     """Any of count+1 numbers may be the observation: of these cases exactly ``level`` are covered."""
     numbers = torch.randn(count + 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -101,12 +108,26 @@ def test_coverage_is_exact_for_an_observation_like_the_samples(count, level):
     assert sample_coverage(others, numbers, level) == pytest.approx(level, abs=1e-12)
 
 
-def test_ends_between_samples_are_interpolated():
-    """S = 5, level 0.5: positions 6·¼ = 1.5 from either side, halfway between the outer two."""
+@pytest.mark.parametrize(("count", "level"), [(32, 0.9), (20, 0.9), (10, 0.5)])
+@pytest.mark.parametrize("shape", ["normal", "exponential", "bimodal"])
+def test_coverage_of_perfect_samples_is_the_level(shape, count, level):
+    """Within 4 standard errors of 40,000 independent observations: a false alarm in 16,000."""
+    uniform = torch.rand(count + 1, 40_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    numbers = {
+        "normal": torch.special.ndtri(uniform),
+        "exponential": -uniform.log(),
+        "bimodal": torch.special.ndtri((2 * uniform) % 1) + 100 * (uniform > 0.5),
+    }[shape]
+    standard_error = math.sqrt(level * (1 - level) / 40_000)
+    assert abs(sample_coverage(numbers[1:], numbers[0], level) - level) < 4 * standard_error
+
+
+def test_between_two_intervals_an_observation_counts_in_part():
+    """S = 5, level 0.5: [0, 10] holds 4/6 and [1, 3] holds 2/6, so each is half of it, whatever lies between."""
     samples = torch.tensor([0.0, 1.0, 2.0, 3.0, 10.0])[torch.tensor([3, 0, 4, 1, 2])]
-    inside = [0.49, 0.51, 6.49, 6.51]
+    inside = [-0.01, 0.0, 0.99, 1.0, 3.0, 3.01, 10.0, 10.01]
     values = [sample_coverage(samples, torch.tensor(y), level=0.5) for y in inside]
-    assert values == [0, 1, 1, 0]
+    assert values == pytest.approx([0, 0.5, 0.5, 1, 1, 0.5, 0.5, 0], abs=1e-12)
 
 
 def test_the_ends_are_inside():

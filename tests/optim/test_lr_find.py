@@ -52,6 +52,27 @@ def test_it_leaves_no_trace(case):
     assert trials.suggestion in (0.01, 0.1)
 
 
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, lambda output, y: F.cross_entropy(output, y)])
+def test_batches_in_which_nothing_counts_are_no_divergence(loss_fn):
+    """The first one, too: what a trial is compared with is its first loss that is one."""
+    x, y = make_batch(size=16)
+    unlabelled = (x, torch.full_like(y, -100))
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    trials = lr_find(optimizer, model, loss_fn, [unlabelled, *BATCHES, unlabelled], steps=24)
+    assert math.isfinite(trials.losses[0])
+    with pytest.raises(ValueError, match="not finite from the start"):
+        lr_find(optimizer, model, loss_fn, [unlabelled], steps=10)
+
+
+def test_a_loss_that_is_nan_is_divergence_where_labels_count():
+    x, y = make_batch(size=16)
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    with pytest.raises(ValueError, match="diverged with every lr"):
+        lr_find(optimizer, model, F.cross_entropy, [*BATCHES, (x * math.nan, y)], steps=12)
+
+
 def test_an_optimizer_that_has_made_no_step_stays_without_state():
     model = make_model()
     optimizer = Vprop(model.parameters(), num_data=100)

@@ -11,58 +11,79 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vprop.curvature._layer_calls import LayerCall, Recorder
+from vprop.curvature._failures import is_of_the_model, is_of_torch_func
+from vprop.curvature._layer_calls import LayerCall, NotByLayersError, Recorder
 from vprop.curvature._second_derivatives import detached_copies
 from vprop.precision import compute_dtype
 
-LossOfOne = Callable[[dict[str, Tensor], Any, Any], Tensor]
-"""The loss of one example, as a function of weights, input and label."""
+LossOfOne = Callable[[dict[str, Tensor], Any, Any], tuple[Tensor, Tensor]]
+"""The loss of one example and its weight among the others, as a function of weights, input and label."""
 
-Squares = tuple[dict[str, Tensor], Tensor]
-"""The sums over examples of their squared gradients, by parameter name, and the examples' losses."""
+
+class Squares(NamedTuple):
+    """What single examples tell: Σᵢ wᵢgᵢ² by parameter name, and losses and weights wᵢ, one for each example."""
+
+    sums: dict[str, Tensor]
+    losses: Tensor
+    weights: Tensor
 
 
 def squared_gradients(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: Any) -> Squares:
     """Squared gradients in ``weights``, summed over the examples in the tensors of ``x`` and ``y``.
 
     Some models cannot have a weight per example (``spectral_norm`` in training mode writes what it makes of the weight
-    into a buffer) or cannot be had by their layers: those, and all that goes wrong, are left to ``torch.func``; and
-    what that cannot run either (recurrent layers on a CPU) is differentiated one example after the other.
+    into a buffer) or cannot be had by their layers: those are left to ``torch.func``; and what that cannot run either
+    (recurrent layers on a CPU) is differentiated one example after the other. Errors of the model's are raised as they
+    are. Where it cannot be told whose an error is, the model is run plainly, on one example: if it fails, with that.
     """
     for way in (_by_layers, _by_transforms):
-        with suppress(RuntimeError):
+        try:
             return way(loss_of_one, weights, x, y)
+        except NotByLayersError:
+            is_clear = True
+        except RuntimeError as error:
+            if is_of_the_model(error):
+                raise
+            is_clear = is_of_torch_func(error)
+        if not is_clear:
+            loss_of_one(detached_copies(weights), *_example(0, x, y))
     return _one_by_one(loss_of_one, weights, x, y)
+
+
+def _example(i: int, x: Any, y: Any) -> Any:
+    return tree_map(lambda leaf: leaf[i] if isinstance(leaf, Tensor) else leaf, (x, y))
 
 
 def _one_by_one(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: Any) -> Squares:
     examples = next(len(leaf) for leaf in tree_leaves((x, y)) if isinstance(leaf, Tensor))
     copies = detached_copies(weights)
     squares = {name: torch.zeros_like(p, dtype=compute_dtype(p)) for name, p in weights.items()}
-    losses = []
+    losses, shares = [], []
     for i in range(examples):
-        own_x, own_y = tree_map(lambda leaf, i=i: leaf[i] if isinstance(leaf, Tensor) else leaf, (x, y))
-        loss = loss_of_one(copies, own_x, own_y)
+        loss, share = loss_of_one(copies, *_example(i, x, y))
         grads = torch.autograd.grad(loss, list(copies.values()), materialize_grads=True)
         for square, grad in zip(squares.values(), grads, strict=True):
-            square += grad.to(square.dtype).square()
+            square += share * grad.to(square.dtype).square()
         losses.append(loss.detach())
-    return squares, torch.stack(losses)
+        shares.append(share)
+    return Squares(squares, torch.stack(losses), torch.stack(shares))
 
 
 def _by_transforms(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: Any) -> Squares:
     in_dims = (None, *_dims_of_examples(x, y))
     with torch.no_grad():  # what else requires a gradient needs no graph
-        rows, losses = vmap(grad_and_value(loss_of_one), in_dims=in_dims, randomness="different")(weights, x, y)
-        return {name: values.to(compute_dtype(values)).square().sum(0) for name, values in rows.items()}, losses
+        differentiated = grad_and_value(loss_of_one, has_aux=True)
+        rows, (losses, shares) = vmap(differentiated, in_dims=in_dims, randomness="different")(weights, x, y)
+        squares = {name: values.to(compute_dtype(values)).square() for name, values in rows.items()}
+        sums = {name: torch.tensordot(shares.to(square), square, dims=1) for name, square in squares.items()}
+        return Squares(sums, losses, shares)
 
 
 @torch.compiler.disable  # the compiler cannot follow a mode that asks which tensors vmap has wrapped
@@ -72,23 +93,24 @@ def _by_layers(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: An
     zeros = torch.zeros(examples, device=next(iter(weights.values())).device, requires_grad=True)
     calls: list[LayerCall] = []
 
-    def run(copies: dict[str, Tensor], x: Any, y: Any, zero: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def run(copies: dict[str, Tensor], x: Any, y: Any, zero: Tensor) -> tuple[Tensor, Tensor, Any, Any]:
         with Recorder(copies, weights, zero, calls):
-            loss = loss_of_one(copies, x, y)
-        return loss, [call.inputs for call in calls], [call.outputs for call in calls]
+            loss, share = loss_of_one(copies, x, y)
+        return loss, share, [call.inputs for call in calls], [call.outputs for call in calls]
 
     in_dims = (0, *_dims_of_examples(x, y), 0)
-    losses, inputs, outputs = vmap(run, in_dims=in_dims, randomness="different")(copies, x, y, zeros)
+    losses, shares, inputs, outputs = vmap(run, in_dims=in_dims, randomness="different")(copies, x, y, zeros)
     # What vmap returns are the tensors of all examples at once.
     calls = [
         LayerCall(call.layer, call.weight, call.bias, a.detach(), z)
         for call, a, z in zip(calls, inputs, outputs, strict=True)
         if z.requires_grad  # not in a no_grad() of the model's
     ]
-    return _squares(losses, calls, copies), losses.detach()
+    sums = _sums_of_squares(losses * shares.sqrt(), calls, copies)  # the square has the weight itself
+    return Squares(sums, losses.detach(), shares)
 
 
-def _squares(losses: Tensor, calls: list[LayerCall], copies: dict[str, Tensor]) -> dict[str, Tensor]:
+def _sums_of_squares(losses: Tensor, calls: list[LayerCall], copies: dict[str, Tensor]) -> dict[str, Tensor]:
     places = [call.outputs for call in calls] + list(copies.values())
     slopes: tuple[Tensor | None, ...] = (None,) * len(places)
     if losses.requires_grad:

@@ -9,17 +9,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from vprop.curvature._base import ObservedAverage
+from vprop.curvature._mean_check import MeanCheck
 from vprop.curvature._single_examples import squared_gradients
+from vprop.likelihood.terms import LossWatch
 from vprop.noise import Draw
 from vprop.objective import Objective
 from vprop.precision import compute_dtype
 
 NUMBERS_AT_A_TIME = 1 << 25
 """Gradients of a chunk of examples, unless somebody says how many examples: 128 MiB in float32."""
+_LEAST_WEIGHT = 1e-30
+"""Where nothing counts, nothing is divided by this."""
 
 
 class PerExampleGaussNewton(ObservedAverage):
     """The mean over the mini-batch (and over samples) of the squared gradients of single examples.
+
+    With ℓᵢ the loss of a batch of one, the loss is ℓ = Σᵢ wᵢℓᵢ / Σᵢ wᵢ and ĥ = Σᵢ wᵢ(∇ℓᵢ)² / Σᵢ wᵢ: ∇²ℓ is that mean of
+    the ∇²ℓᵢ. w is 1 in a plain mean, the weight of the class in ``cross_entropy`` with weights, 0 for an example
+    whose label is ignored, and the number of targets that count where an example has several (which are taken as one
+    with their mean loss). A loss that is no such mean of its examples', a sum or one in which they meet, is refused.
 
     Unbiased, also with mini-batches, for E_q of the empirical Fisher diagonal of the data. Where the model is right
     (labels as if drawn from it) that is the Fisher, the Gauss–Newton diagonal; it is never negative.
@@ -41,22 +50,30 @@ class PerExampleGaussNewton(ObservedAverage):
         weights = {name: p.detach() for name, p in objective.model.named_parameters()}
         wanted = {name: weights.pop(name) for name in parameters}
 
-        def loss_of_one(copies: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+        def loss_of_one(copies: dict[str, Tensor], x: Any, y: Any) -> tuple[Tensor, Tensor]:
             x, y = tree_map(_as_batch_of_one, (x, y))
-            return objective.loss_at(weights | copies, x, y)
+            with LossWatch() as watch:
+                loss = objective.loss_at(weights | copies, x, y)
+            return loss, _weight_of_one(watch, loss)
 
         totals = {name: torch.zeros_like(p, dtype=compute_dtype(p)) for name, p in wanted.items()}
-        counted = torch.zeros((), dtype=torch.int64, device=next(iter(wanted.values())).device)
+        check = MeanCheck(objective)
         size = self.chunk_size or max(32, NUMBERS_AT_A_TIME // sum(p.numel() for p in wanted.values()))
         for first in range(0, objective.batch_size, size):
             chunk = slice(first, first + size)
             x, y = tree_map(lambda t, chunk=chunk: t[chunk] if isinstance(t, Tensor) else t, (objective.x, objective.y))
-            squares, losses = squared_gradients(loss_of_one, wanted, x, y)
-            for name, square in squares.items():
-                totals[name] += square
-            # The loss of an example whose label is ignored is 0/0: it is not part of the mean.
-            counted += (~losses.isnan()).sum()
-        return [total / counted.clamp_min(1) for total in totals.values()]
+            squares = squared_gradients(loss_of_one, wanted, x, y)
+            for name, total in squares.sums.items():
+                totals[name] += total
+            check.take_in(squares.losses, squares.weights)
+        check.require_mean(weights | wanted)
+        return [total / check.weight.to(total).clamp_min(_LEAST_WEIGHT) for total in totals.values()]
+
+
+def _weight_of_one(watch: LossWatch, loss: Tensor) -> Tensor:
+    """w of an example: what its own mean is over; 1 where that is not seen, and 0 where the loss is 0/0."""
+    terms = watch.terms_of(loss)
+    return ((~loss.isnan()) if terms is None else terms).detach().to(loss.dtype)
 
 
 def _as_batch_of_one(leaf: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from vprop.curvature._base import ObservedAverage
 from vprop.curvature._second_derivatives import detached_copies
 from vprop.likelihood import draw_labels, labels_in_the_mean
+from vprop.likelihood.terms import LossCall, LossWatch, options_beyond_a_log_likelihood
 from vprop.noise import Draw
 from vprop.objective import Objective
 
@@ -38,7 +39,9 @@ class SampledFisher(ObservedAverage):
         outputs = objective.output_at(weights)
         likelihood, noise_variance = objective.likelihood, objective.noise_variance
         labels = draw_labels(outputs.detach(), objective.y, likelihood, noise_variance, draw)
-        loss = objective.loss_fn(outputs, labels)
+        with LossWatch() as watch:
+            loss = objective.loss_fn(outputs, labels)
+        _refuse_options(watch.call_of(loss))
         (slope,) = torch.autograd.grad(loss, outputs, retain_graph=True)
         grads = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
         count = labels_in_the_mean(outputs.detach(), labels, slope, likelihood, noise_variance)
@@ -47,3 +50,19 @@ class SampledFisher(ObservedAverage):
     def curvature_of(self, observed: Tensor) -> Tensor:
         """M·g̃², or the matrix M·g̃g̃ᵀ."""
         return self.multiply(observed, observed)
+
+
+def _refuse_options(call: LossCall | None) -> None:
+    """Refuse a loss of torch's that draws are no labels of, whatever likelihood it was said to have.
+
+    With weights the scores of drawn labels have those of the drawn classes, with smoothing their mean is not zero, and
+    a sum has no number of labels as a factor.
+    """
+    found = [] if call is None else options_beyond_a_log_likelihood(call.option)
+    if call is not None and found:
+        raise ValueError(
+            f"Invalid loss_fn: {call.function.__name__} with {', '.join(found)}, must be a mean negative "
+            "log-likelihood where the curvature comes from labels that are drawn from the model (sampled_fisher). "
+            "Leave that option out, or take the curvature from the labels that are there: sampled_fisher=False, VOGN "
+            "or CVI."
+        )

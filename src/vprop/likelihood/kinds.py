@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vprop.likelihood.terms import options_beyond_a_log_likelihood
+
 Likelihood = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic"]
 
 
@@ -124,7 +126,4 @@ def _is_plain(loss_fn: Callable[..., Any]) -> bool:
     """Whether a loss module has no option that makes it something else than a mean negative log-likelihood."""
     if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.BCEWithLogitsLoss | nn.MSELoss):
         return True
-    weighted = any(getattr(loss_fn, name, None) is not None for name in ("weight", "pos_weight"))
-    smoothed = getattr(loss_fn, "label_smoothing", 0.0) != 0.0
-    ignoring = getattr(loss_fn, "ignore_index", -100) >= 0  # a class that could be drawn
-    return loss_fn.reduction == "mean" and not (weighted or smoothed or ignoring)
+    return not options_beyond_a_log_likelihood(lambda name: getattr(loss_fn, name, None))

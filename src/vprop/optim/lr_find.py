@@ -122,21 +122,29 @@ def _trial(
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             _set_lr(group, rate * 0.5 * (1 + math.cos(math.pi * i / len(batches))))
         objective = Objective(model, loss_fn, x, y)
-        losses.append(_over_ranks(float(optimizer.step(objective)), objective))
+        loss = _over_ranks(float(optimizer.step(objective)), objective)
+        if loss is None:
+            continue
+        losses.append(loss)
         if not math.isfinite(losses[-1]) or losses[-1] > losses[0] + HOPELESS * max(1.0, abs(losses[0])):
             losses.append(math.inf)
             break
-    return losses
+    return losses or [math.nan]
 
 
-def _over_ranks(loss: float, objective: Objective) -> float:
-    """The mean over the ranks that train together: all of them must give up, and choose, alike."""
-    spread = next((p for p in objective.model.parameters() if is_spread(p)), None)
-    if spread is None and objective.process_group is None:
-        return loss
+def _over_ranks(loss: float, objective: Objective) -> float | None:
+    """The mean over the ranks that train together: all of them must give up, and choose, alike.
+
+    ``None`` for a batch in which nothing counts, on no rank: its loss is NaN, but that is not divergence.
+    """
+    spread = any(is_spread(p) for p in objective.model.parameters())  # then a forward of one rank alone would hang
+    counts = not math.isnan(loss) or spread or objective.has_targets()
+    if not spread and objective.process_group is None:
+        return loss if counts else None
     device = next(objective.model.parameters()).device
-    mean = average_over_ranks([torch.tensor([loss], dtype=torch.float64, device=device)], objective.process_group)
-    return float(mean[0])
+    parts = torch.tensor([loss if counts else 0.0, float(counts)], dtype=torch.float64, device=device)
+    total, share = average_over_ranks([parts], objective.process_group)[0].tolist()
+    return total / share if share > 0 else None
 
 
 def _end(losses: list[float]) -> float:

@@ -22,8 +22,10 @@ class VOGN(DiagonalOptimizer):
         μ  ← μ − lr·(m̂ + δ(μ−m₀))/(h+δ)                                   m̂ the mean over k of ∇ℓ(θₖ), with momentum
 
     in the notation of :class:`vprop.Vprop`, whose arguments it shares. ``step`` needs a :class:`vprop.Objective`, whose
-    model treats examples alone: no BatchNorm in training mode. What ``torch.func`` cannot run (recurrent layers on a
-    CPU) is differentiated one example after the other, which is slow.
+    model treats examples alone: no BatchNorm in training mode. The loss must be the mean of the examples' own (not
+    ``reduction="sum"``), which is checked; class weights and ignored labels of torch's losses are weights of that mean,
+    and of the one of ∇ℓᵢ². What ``torch.func`` cannot run (recurrent layers on a CPU) is differentiated one example
+    after the other, which is slow.
 
     Args:
         chunk_size: examples differentiated at a time; bounds the memory to that many gradients. ``None``: as many as

@@ -6,6 +6,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
+from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, batch_size_of, call_model
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
@@ -196,6 +198,15 @@ class Posterior(ABC):
         ``objective`` is an :class:`vprop.Objective`, or a loader: an iterable of objectives, or of (x, y) batches
         with ``loss_fn(model(x), y)`` their mean loss. The loss should be a true negative log-likelihood (with its
         constants), and the objective should cover the training data: what it covers stands for all of them.
+
+        The mean loss is that of all the data as one batch, however they are cut. For that a batch counts as much as
+        its loss is divided by: torch's losses, also in a module, a partial or a function of your own, are
+        Σᵢ wᵢℓᵢ / Σᵢ wᵢ over the batch's targets (the pixels of an image, the tokens of a text), wᵢ = 0 for an ignored
+        one and the weight of its class where classes have weights, so a batch counts as its Σw. One in which nothing
+        counts is left out. ess stands for as many such targets: ``num_data`` is the number of those that are not
+        ignored, and class weights share it out among them (their mean over the data counts as 1). Of a loss
+        that does not end in one call of torch's, nothing of this is seen: its batches count as their lengths, as they
+        should for a mean over examples, and one that is NaN makes the ELBO NaN.
         """
         return torch.tensor(
             self.elbo_estimate(objective, num_samples, loss_fn=loss_fn, seed=seed).value, dtype=torch.float64
@@ -218,15 +229,24 @@ class Posterior(ABC):
                 "temperature. Use the same in all groups."
             )
         # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
-        losses, examples = [0.0] * num_samples, 0
+        losses, examples = [0.0] * num_samples, 0.0
         refuse_spread(self.model, "elbo()")
         for x, y, batch_loss in self._batches(objective, loss_fn):
-            size = batch_size_of(y)
+            size, watch = 0.0, LossWatch()
             for k, model in enumerate(self._sampled_models(num_samples, seed)):
-                losses[k] += size * float(batch_loss(call_model(model, x), y))
-            examples += size
+                with watch if k == 0 else nullcontext():
+                    loss = batch_loss(call_model(model, x), y)
+                if k == 0:
+                    size = _size_of_batch(watch, loss, y)
+                    examples += size
+                if size == 0:
+                    break  # 0/0 with any weights
+                losses[k] += size * float(loss)
         if examples == 0:
-            raise ValueError("elbo(objective): the objective has no examples. Pass an Objective or a non-empty loader.")
+            raise ValueError(
+                "elbo(objective): the objective has no examples, or none of its targets counts. Pass an Objective or a "
+                "non-empty loader, with labels that are not all ignored."
+            )
         per_sample = torch.tensor(losses, dtype=torch.float64) * (-self.ess / examples)
         spread = float(per_sample.std()) / math.sqrt(num_samples) if num_samples > 1 else math.nan
         expected, kl = float(per_sample.mean()), float(self.kl())
@@ -246,6 +266,17 @@ class Posterior(ABC):
             else:
                 x, y = batch
                 yield x, y, loss_fn
+
+
+def _size_of_batch(watch: LossWatch, loss: Tensor, y: Any) -> float:
+    """What the loss of a batch counts as among others: what it was divided by, as far as that was seen."""
+    if watch.is_sum(loss):
+        raise ValueError(
+            'elbo(): the loss is a sum over the batch (reduction="sum"), must be a mean, as PyTorch\'s losses are by '
+            "default: ess says how many examples the mean stands for."
+        )
+    terms = watch.terms_of(loss)
+    return float(batch_size_of(y) if terms is None else terms)
 
 
 def check_num_samples(num_samples: int) -> None:

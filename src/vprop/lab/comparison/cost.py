@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from vprop.lab.comparison import methods, sources, tasks
+from vprop.lab.comparison import methods, tasks
 from vprop.lab.comparison.methods import BY_NAME, Method
 from vprop.lab.comparison.tasks import Spec, Task, task
+from vprop.lab.experiments import problem as problem_module
 from vprop.lab.experiments.store import key_of
 
 STEPS = 5
@@ -33,8 +34,8 @@ class Cost:
     @property
     def key(self) -> str:
         """A name for the outcome."""
-        spec = {"comparison": "cost", "core": sources.core()} | asdict(self) | {"data_dir": None}
-        return key_of(spec, tasks, methods, sys.modules[__name__])
+        spec = {"comparison": "cost"} | asdict(self) | {"data_dir": None}
+        return key_of(spec, tasks, methods, problem_module, sys.modules[__name__])
 
 
 def execute(job: Cost) -> dict[str, Any]:

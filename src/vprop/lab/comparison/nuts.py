@@ -24,6 +24,7 @@ from vprop.lab.environment import environment
 from vprop.lab.experiments import problem as problem_module
 from vprop.lab.experiments.reproduce import UsageError
 from vprop.lab.experiments.store import key_of
+from vprop.metrics import calibration, classification
 
 MAX_R_HAT, MIN_ESS = 1.01, 400
 """What a sample must reach to be a reference: the limits that Vehtari et al. (2021) recommend."""
@@ -48,7 +49,9 @@ class Sampling:
     def key(self) -> str:
         """A name for the outcome."""
         spec = {"comparison": "nuts"} | asdict(self) | {"spec": self.spec.name, "data_dir": None}
-        return key_of(spec, scores, problem_module, sys.modules[__name__])  # budgets of training do not matter
+        # Neither budgets of training nor the optimizers matter; the library scores the probabilities, nothing else.
+        modules = scores, classification, calibration, problem_module, sys.modules[__name__]
+        return key_of(spec, *modules, library=False)
 
 
 def installed() -> bool:

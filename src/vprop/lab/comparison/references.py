@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from vprop.baselines import exact_vi_logistic
-from vprop.lab.comparison import scores, sources, tasks
+from vprop.lab.comparison import scores, tasks
 from vprop.lab.comparison.scores import score_outputs
 from vprop.lab.comparison.tasks import Spec, Task, task
+from vprop.lab.experiments import problem as problem_module
 from vprop.lab.experiments.store import key_of
 
 LABELS = {"diagonal": "exact mean-field VI", "full": "exact full-covariance VI"}
@@ -30,8 +31,8 @@ class Exact:
     @property
     def key(self) -> str:
         """A name for the outcome."""
-        spec = {"comparison": "exact", "core": sources.core()} | asdict(self) | {"data_dir": None}
-        return key_of(spec, tasks, scores, sys.modules[__name__])
+        spec = {"comparison": "exact"} | asdict(self) | {"data_dir": None}
+        return key_of(spec, tasks, scores, problem_module, sys.modules[__name__])
 
 
 def execute(job: Exact) -> dict[str, Any]:

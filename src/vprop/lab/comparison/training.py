@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vprop import VariationalOptimizer
-from vprop.lab.comparison import laplace, methods, scores, sources, tasks
+from vprop.lab.comparison import laplace, methods, scores, tasks
 from vprop.lab.comparison.laplace import laplace_variance
 from vprop.lab.comparison.methods import BY_NAME, Method
 from vprop.lab.comparison.scores import flat, ratio_quantiles, score
@@ -40,7 +40,7 @@ class Run:
     @property
     def key(self) -> str:
         """A name for the outcome. It does not depend on where the data lie, but on the code that computes it."""
-        spec = {"comparison": "run", "core": sources.core()} | asdict(self) | {"data_dir": None}
+        spec = {"comparison": "run"} | asdict(self) | {"data_dir": None}
         return key_of(spec, tasks, methods, scores, laplace, problem_module, run_module, sys.modules[__name__])
 
     @property

@@ -25,6 +25,7 @@ from vprop import VON, VONG
 from vprop.baselines import ExtendedKalmanFilter
 from vprop.lab.environment import environment
 from vprop.lab.experiments import problem as problem_module
+from vprop.lab.experiments import run as run_module
 from vprop.lab.experiments.curves import exact_lines, over_seeds
 from vprop.lab.experiments.pool import Pool
 from vprop.lab.experiments.problem import LogisticRegression, fingerprint, problem
@@ -60,7 +61,7 @@ class Pass:
     def key(self) -> str:
         """A name for the outcome."""
         spec = {"experiment": "filter"} | asdict(self) | {"data_dir": None}
-        return key_of(spec, sys.modules[__name__], problem_module)
+        return key_of(spec, sys.modules[__name__], problem_module, run_module)
 
 
 def run_pass(job: Pass) -> dict[str, Any]:

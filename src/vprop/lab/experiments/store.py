@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import vprop
+from vprop.lab.experiments import sources
 
 
-def key_of(spec: dict[str, Any], *modules: ModuleType) -> str:
-    """A name for the outcome of ``spec`` as ``modules`` compute it: a change of their source makes a new name."""
-    digest = hashlib.sha256(json.dumps(spec | {"version": vprop.__version__}, sort_keys=True, default=str).encode())
+def key_of(spec: dict[str, Any], *modules: ModuleType, library: bool = True) -> str:
+    """A name for the outcome of ``spec`` as ``modules`` and the library compute it.
+
+    A change in their sources makes a new name. ``library=False`` is for what computes without the library.
+    """
+    code = {"version": vprop.__version__, "core": sources.core() if library else None}
+    digest = hashlib.sha256(json.dumps(spec | code, sort_keys=True, default=str).encode())
     for module in modules:
-        digest.update(_source(module).encode())
+        digest.update(sources.source(module).encode())
     return digest.hexdigest()[:24]
-
-
-@lru_cache
-def _source(module: ModuleType) -> str:
-    return inspect.getsource(module)
 
 
 class Store:

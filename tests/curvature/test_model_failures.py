@@ -1,0 +1,155 @@
+"""What torch.func cannot do is done in another way; what the model itself does wrong is seen as it is."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.curvature.test_per_example_fast import (
+    EXAMPLES,
+    VECTOR,
+    Model,
+    assert_equal,
+    loop_over_examples,
+    observe,
+    randn,
+    seeded,
+)
+from vprop import VOGN, Objective
+from vprop.curvature._failures import is_of_the_model, is_of_torch_func
+
+
+def objective_of(forward):
+    return Objective(seeded(lambda: Model(forward, a=nn.Linear(4, 3))), F.mse_loss, VECTOR(), randn(EXAMPLES, 3))
+
+
+class Doubled(torch.autograd.Function):
+    """A function of the kind that torch.func refuses."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, slope):
+        return 2 * slope
+
+
+def write_into_a_constant(m, x):
+    return torch.zeros(len(x), 3, dtype=x.dtype).add_(m.a(x))
+
+
+BEYOND_TORCH_FUNC = {
+    "writes into a constant": write_into_a_constant,
+    "reads a number": lambda m, x: m.a(x) * x.sum().item(),
+    "decides by a number": lambda m, x: m.a(x) if x.sum() > 0 else m.a(2 * x),
+    "reads an array": lambda m, x: m.a(torch.as_tensor(x.numpy() ** 2)),
+    "function without setup_context": lambda m, x: Doubled.apply(m.a(x)),
+    "shapes that depend on numbers": lambda m, x: m.a(x) * len(x.flatten().nonzero()),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_TORCH_FUNC)
+def test_what_torch_func_cannot_do(name):
+    objective = objective_of(BEYOND_TORCH_FUNC[name])
+    assert_equal(observe(objective), loop_over_examples(objective))
+
+
+def raise_once(m, x):
+    if len(calls_of(m)) == 1:
+        raise RuntimeError("the model's own")
+    return m.a(x)
+
+
+def calls_of(model):
+    """One more call of the model, in all of its calls."""
+    model.__dict__.setdefault("calls", []).append(1)
+    return model.calls
+
+
+def always_raise(m, x):
+    calls_of(m)
+    raise RuntimeError("the model's own")
+
+
+@pytest.mark.parametrize("forward", [raise_once, always_raise])
+def test_an_error_of_the_models_is_raised_at_once(forward):
+    objective = objective_of(forward)
+    with pytest.raises(RuntimeError, match="the model's own") as caught:
+        observe(objective)
+    assert len(objective.model.calls) == 1
+    assert forward.__name__ in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert caught.value.__context__ is None
+
+
+def test_memory_that_is_not_there():
+    """More than any machine has: no other way of running the model would be an answer."""
+    objective = objective_of(lambda m, x: (calls_of(m), m.a(x) + x.new_empty(1 << 55).sum())[1])
+    with pytest.raises(RuntimeError, match="allocate"):
+        observe(objective)
+    assert len(objective.model.calls) == 1
+
+
+def test_an_operation_that_fails_says_so_in_the_shapes_of_one_example():
+    """torch does not say whether that is its own fault, so the model is asked once more, without torch.func."""
+    objective = objective_of(lambda m, x: (calls_of(m), m.a(x[:, :2]))[1])
+    with pytest.raises(RuntimeError, match="1x2 and 4x3") as caught:
+        observe(objective)
+    assert len(objective.model.calls) == 2
+    assert caught.value.__context__ is None
+
+
+def test_a_step_leaves_the_mean_in_the_weights():
+    """The first call is for the gradient, which is there already when the second fails."""
+    objective = objective_of(fail_at_second_call)
+    optimizer = VOGN(objective.model.parameters(), num_data=10)
+    before = [p.detach().clone() for p in objective.model.parameters()]
+    with pytest.raises(RuntimeError, match="the second"):
+        optimizer.step(objective)
+    # The mean comes back out of the sample by subtracting the noise again, a rounding apart.
+    for p, mean in zip(objective.model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), mean, rtol=1e-12, atol=1e-12)
+
+
+def fail_at_second_call(m, x):
+    if len(calls_of(m)) == 2:
+        raise RuntimeError("the second")
+    return m.a(x)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RecursionError("maximum recursion depth exceeded"),
+    ],
+)
+def test_faults_of_memory_and_device(error):
+    assert is_of_the_model(error)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "vmap: It looks like you're calling .item() on a Tensor.",
+        "Batching rule not implemented for aten::gru.input. We could not generate a fallback.",
+        "Cannot access data pointer of Tensor that doesn't have storage",
+        "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks.",
+    ],
+)
+def test_what_torch_func_says_of_itself(words):
+    assert is_of_torch_func(RuntimeError(words))
+    assert not is_of_the_model(RuntimeError(words))
+
+
+def test_a_failing_operation_is_neither():
+    with pytest.raises(RuntimeError) as caught:
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+    assert not is_of_torch_func(caught.value)
+    assert not is_of_the_model(caught.value)
