@@ -18,6 +18,7 @@ from vprop.optim._checkpoints import CheckpointedOptimizer
 from vprop.optim._gathered import drop_gathered
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder
+from vprop.optim._loading import METHOD
 from vprop.optim._members import Marginal, Member, label_draw_of, parameters_in
 from vprop.optim._old_gradients import refuse_old_gradients
 from vprop.optim._ranks import average_over_ranks, has_own_noise, rank_and_count, require_averaged
@@ -135,15 +136,19 @@ class VariationalOptimizer(CheckpointedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does, with a check of its hyperparameters."""
         super().add_param_group(param_group)
+        self.param_groups[-1][METHOD] = self._method()
         try:
-            take_auto(self.param_groups[-1])
-            check_group(self.param_groups[-1], self._matrix_prior)
-            self._check_centering(self.param_groups[-1])
+            self._check_group(self.param_groups[-1])
             check_fused(self.param_groups[-1], type(self).__name__, self._has_kernels)
-            _ = self.mc_samples
+            self._check_groups_together(self.param_groups)
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        take_auto(group)
+        check_group(group, self._matrix_prior)
+        self._check_centering(group)
 
     def _check_samples(self, group: dict[str, Any]) -> None:
         take_auto(group)  # "auto" may also be set on a group later

@@ -58,6 +58,7 @@ class MeanField(DiagonalOptimizer):
     """
 
     _can_center = False
+    _kept_when_loading = ("curvature",)
 
     def __init__(
         self,
@@ -115,10 +116,3 @@ class MeanField(DiagonalOptimizer):
             if isinstance(group["curvature"], CurvatureEstimator):
                 group["curvature"] = type(group["curvature"]).__name__
         return saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; the curvature stays what this optimizer was built with."""
-        own = [group["curvature"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, curvature in zip(self.param_groups, own, strict=True):
-            group["curvature"] = curvature
