@@ -16,6 +16,7 @@ from vprop.objective import Objective
 from vprop.optim._arguments import check_fused, check_group, invalid
 from vprop.optim._checkpoints import CheckpointedOptimizer
 from vprop.optim._gathered import drop_gathered
+from vprop.optim._group_keys import check_entries
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder
 from vprop.optim._loading import METHOD
@@ -135,6 +136,8 @@ class VariationalOptimizer(CheckpointedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does, with a check of its hyperparameters."""
+        if isinstance(param_group, dict):  # what else there is torch refuses
+            check_entries(param_group, self.defaults, type(self).__name__)
         super().add_param_group(param_group)
         self.param_groups[-1][METHOD] = self._method()
         try:
