@@ -9,6 +9,7 @@ from torch import Tensor
 from vprop import noise
 from vprop.likelihood.gaussian import split_heteroscedastic
 from vprop.likelihood.kinds import Likelihood
+from vprop.placement import as_tensor
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def draw_labels(
         drawn = mean + (0.5 * log_variance).exp() * _normal(mean, draw)
     else:
         normal = _normal(outputs, draw)
-        drawn = outputs + torch.as_tensor(noise_variance).to(normal).sqrt() * normal
+        drawn = outputs + as_tensor(noise_variance).to(normal).sqrt() * normal
     return drawn.to(labels.dtype).view(labels.shape)
 
 

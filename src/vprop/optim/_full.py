@@ -33,6 +33,7 @@ from vprop.optim._members import (
 )
 from vprop.optim._ranks import average_over_ranks, has_own_noise, mean_so_far
 from vprop.optim._sampling import at_the_mean
+from vprop.placement import as_tensor
 from vprop.posterior import FullPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
 from vprop.wrappers import unwrapped
@@ -142,8 +143,9 @@ class FullOptimizer(VariationalOptimizer):
     def _grown(self, stored: Tensor | None, known: list[Tensor], wanted: list[Tensor]) -> Tensor:
         """The matrix over more parameters: the new ones start with ``hess_init`` and without correlations."""
         inits = {id(p): group["hess_init"] for group in self.param_groups for p in group["params"]}
-        diagonal = torch.cat([torch.full((p.numel(),), inits[id(p)], dtype=_WIDE) for p in wanted])
-        grown = torch.diag(diagonal).to(wanted[0].device)
+        device = wanted[0].device
+        diagonals = [torch.full((p.numel(),), inits[id(p)], dtype=_WIDE, device=device) for p in wanted]
+        grown = torch.diag(torch.cat(diagonals))
         if stored is not None:
             rows = CurvatureMatrix(grown, wanted, known).rows
             grown[rows[:, None], rows] = stored.to(grown.device)
@@ -259,7 +261,7 @@ class FullOptimizer(VariationalOptimizer):
             clip_radius=_flat([_like(member, member.group["clip_radius"]) for member in members]),
         )
         if new is None:
-            self._count_unusable(torch.tensor(size))
+            self._count_unusable(torch.tensor(size, device=grad.device))
             return
         self._write_back(members, new)
         self._ledger.clipped = {}
@@ -350,9 +352,9 @@ class FullOptimizer(VariationalOptimizer):
         mean, precision = {}, {}
         for (name, member), diagonal in zip(named, diagonals, strict=True):
             device, dtype = member.p.device, compute_dtype(member.p)
-            mean[name] = torch.as_tensor(member.prior_mean).to(device, dtype).clone()
+            mean[name] = as_tensor(member.prior_mean).to(device, dtype).clone()
             own = member.prior_precision if diagonal is None else diagonal.view(member.p.shape)
-            precision[name] = torch.as_tensor(own).to(device, dtype).clone()
+            precision[name] = as_tensor(own).to(device, dtype).clone()
         return GaussianPrior(mean, precision, matrix)
 
 

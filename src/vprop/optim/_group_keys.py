@@ -62,7 +62,7 @@ _REMEDIES = {
     "weight_decay": (
         "whose prior does its work",
         "Give the group prior_precision=weight_decay*num_data in its place (weight_decay=0.1 of 50,000 examples is "
-        "prior_precision=5000), and leave weight_decay out.",
+        "prior_precision=5000), and leave weight_decay out (in a Trainer: TrainingArguments(weight_decay=0)).",
     ),
     "momentum": (
         "which has betas",

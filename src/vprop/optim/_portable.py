@@ -36,7 +36,7 @@ from vprop.optim._members import (
 from vprop.optim._ranks import average_over_ranks, has_own_noise, mean_so_far
 from vprop.optim._sampling import at_the_mean
 from vprop.optim._written import Written, bundles_of
-from vprop.placement import here, spread_like, whole
+from vprop.placement import as_tensor, here, spread_like, whole
 from vprop.posterior import DiagonalPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
 from vprop.wrappers import unwrapped
@@ -329,8 +329,8 @@ class PortableDiagonal(VariationalOptimizer):
             mean[name] = whole(mean_of(member.p, state)).clone()
             variance[name] = whole(self._spread_variance(member, state))
             require_finite(name, mean[name], variance[name])
-            prior_mean[name] = torch.as_tensor(whole(member.prior_mean)).to(mean[name]).clone()
-            prior_precision[name] = torch.as_tensor(whole(member.prior_precision)).to(mean[name]).clone()
+            prior_mean[name] = as_tensor(whole(member.prior_mean)).to(mean[name]).clone()
+            prior_precision[name] = as_tensor(whole(member.prior_precision)).to(mean[name]).clone()
         return DiagonalPosterior(
             model,
             mean,

@@ -188,9 +188,8 @@ class Posterior(ABC):
         with ``loss_fn(model(x), y)`` their mean loss. The loss should be a true negative log-likelihood (with its
         constants), and the objective should cover the training data: what it covers stands for all of them.
         """
-        return torch.tensor(
-            self.elbo_estimate(objective, num_samples, loss_fn=loss_fn, seed=seed).value, dtype=torch.float64
-        )
+        estimate = self.elbo_estimate(objective, num_samples, loss_fn=loss_fn, seed=seed)
+        return torch.tensor(estimate.value, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def elbo_estimate(
@@ -219,7 +218,7 @@ class Posterior(ABC):
                 examples += size
         if examples == 0:
             raise ValueError("elbo(objective): the objective has no examples. Pass an Objective or a non-empty loader.")
-        per_sample = torch.tensor(losses, dtype=torch.float64) * (-self.ess / examples)
+        per_sample = torch.tensor(losses, dtype=torch.float64, device="cpu") * (-self.ess / examples)
         spread = float(per_sample.std()) / math.sqrt(num_samples) if num_samples > 1 else math.nan
         expected, kl = float(per_sample.mean()), float(self.kl())
         return ElboEstimate(expected - kl, spread, expected, kl)
