@@ -15,6 +15,7 @@ from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
 from vprop.optim._arguments import check_fused, check_group, invalid
 from vprop.optim._checkpoints import CheckpointedOptimizer
+from vprop.optim._closures import mean_result
 from vprop.optim._gathered import drop_gathered
 from vprop.optim._group_keys import check_entries
 from vprop.optim._hooks import Attachment
@@ -170,7 +171,10 @@ class VariationalOptimizer(CheckpointedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the posterior; returns the mean loss over the samples if there is a closure.
+        """Update the posterior; returns what the closure returned, if there is one: its mean over the samples.
+
+        A closure may return more than the loss: of tuples, lists and dicts the mean is taken part by part, and of what
+        has no mean (a word, tensors of different shapes) the last sample's is returned.
 
         With a closure, which zeroes the gradients, computes the loss and calls ``backward()``, the optimizer draws
         all samples and calls it once for each (once at the mean if ``mc_samples=0``). Without one, the gradients
@@ -265,13 +269,13 @@ class VariationalOptimizer(CheckpointedOptimizer):
         for sample in range(last + 1):
             with self._active_sample(sample, stays=sample == last), torch.enable_grad():
                 watched = [] if begun or sample > 0 else self.param_groups
-                losses.append(refuse_old_gradients(closure, watched))
+                loss = refuse_old_gradients(closure, watched)
+                losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
                 if needs_objective:
                     self._observe(closure, sample)  # type: ignore[arg-type]
         if any(loss is None for loss in losses):
             return None
-        losses = [loss.detach() if isinstance(loss, Tensor) else loss for loss in losses]
-        return losses[0] if len(losses) == 1 else sum(losses) / len(losses)
+        return losses[0] if len(losses) == 1 else mean_result(losses)
 
     def _require_objective(self, closure: Callable[[], Any] | None) -> None:
         if self._needs_objective() and not isinstance(closure, Objective):
