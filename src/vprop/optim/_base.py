@@ -17,7 +17,7 @@ from vprop.optim._arguments import check_fused, check_group, invalid
 from vprop.optim._checkpoints import CheckpointedOptimizer
 from vprop.optim._closures import mean_result
 from vprop.optim._gathered import drop_gathered
-from vprop.optim._group_keys import check_entries
+from vprop.optim._group_keys import check_entries, drop_duplicates
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder
 from vprop.optim._loading import METHOD
@@ -140,6 +140,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
         if isinstance(param_group, dict):  # what else there is torch refuses
             check_entries(param_group, self.defaults, type(self).__name__)
         super().add_param_group(param_group)
+        drop_duplicates(self.param_groups[-1])
         self.param_groups[-1][METHOD] = self._method()
         try:
             self._check_group(self.param_groups[-1])

@@ -210,7 +210,8 @@ class FullOptimizer(VariationalOptimizer):
         members = self._members()
         estimator = self._estimator()
         observed = self._observed(estimator, objective, members, sample)
-        rows = [value.reshape(member.p.numel(), -1) for member, value in zip(members, observed, strict=True)]
+        sizes = [member.p.numel() for member in members]
+        rows = [value.reshape(size, -1) for size, value in zip(sizes, observed, strict=True) if size]
         curvature = estimator.curvature_of(torch.cat(rows).squeeze(-1).to(_WIDE))
         (self._ledger.observed_all,) = self._seen_by_all([curvature], objective, members[0].group)
 

@@ -54,6 +54,21 @@ def check_entries(group: dict[str, Any], arguments: Collection[str], optimizer: 
             )
 
 
+def drop_duplicates(group: dict[str, Any]) -> None:
+    """Let a group hold each parameter once, with what goes with it. Of one given twice torch has warned.
+
+    It would have two samples at a time, and half of its gradients.
+    """
+    params, positions = group["params"], dict[int, int]()
+    for i, p in enumerate(params):
+        positions.setdefault(id(p), i)
+    if len(positions) == len(params):
+        return
+    for name in ("params", "param_names", "prior_mean", "prior_precision"):
+        if isinstance(group.get(name), list | tuple) and len(group[name]) == len(params):
+            group[name] = [group[name][i] for i in positions.values()]
+
+
 def _is_off(value: Any) -> bool:
     return value is None or (isinstance(value, bool | int | float | Tensor) and not bool(value != 0))
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from vprop.curvature import NAMES, CurvatureEstimator, by_name
 from vprop.functional import diagonal
@@ -88,9 +88,8 @@ class MeanField(DiagonalOptimizer):
         defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does, with a check of its hyperparameters."""
-        curvature = param_group.get("curvature", self.defaults["curvature"])
+    def _check_group(self, group: dict[str, Any]) -> None:
+        curvature = group["curvature"]
         if not isinstance(curvature, CurvatureEstimator) and curvature not in NAMES:
             raise invalid(
                 "curvature",
@@ -98,7 +97,7 @@ class MeanField(DiagonalOptimizer):
                 f"one of {NAMES}, or an estimator of vprop.curvature",
                 "'centered' with mc_samples=2, antithetic=True is a good first try.",
             )
-        super().add_param_group(param_group)
+        super()._check_group(group)
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         curvature = group["curvature"]
@@ -111,8 +110,14 @@ class MeanField(DiagonalOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; an estimator is saved by its name, so that the file holds nothing but numbers and words."""
-        saved = super().state_dict()
-        for group in saved["param_groups"]:
-            if isinstance(group["curvature"], CurvatureEstimator):
-                group["curvature"] = type(group["curvature"]).__name__
-        return saved
+        handle = self.register_state_dict_post_hook(_name_estimators, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+
+def _name_estimators(_: Optimizer, saved: dict[str, Any]) -> None:
+    for group in saved["param_groups"]:
+        if isinstance(group["curvature"], CurvatureEstimator):
+            group["curvature"] = type(group["curvature"]).__name__
