@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vprop
-from vprop.baselines import BBVI
+from vprop.baselines import BBVI, Newton
 from vprop.curvature import AntitheticSpread, Hutchinson
 
 SHARED_BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
@@ -198,6 +198,11 @@ TABLE = [
     ),
 ]
 
+LESS_THAN_SHARED = [
+    OptimizerInfo(Newton, has_hess=False, configurations={"": {}, "averaged": {"betas": (0.9, 0.5)}}),
+]
+"""torch optimizers with a part of the shared arguments only: enrolled in the checks that need no others."""
+
 
 @dataclass
 class Case:
@@ -220,15 +225,21 @@ class Case:
 
 
 def cases(
-    at_most_samples: int | None = None, first_only: bool = False, any_loop: bool = False, has_hess: bool = False
+    at_most_samples: int | None = None,
+    first_only: bool = False,
+    any_loop: bool = False,
+    has_hess: bool = False,
+    less_than_shared: bool = False,
+    first_of_each: bool = False,
 ) -> list[Any]:
     """All (optimizer, configuration) pairs as pytest parameters.
 
     ``any_loop``: only those that need no objective, for tests that call backward() themselves. ``has_hess``: only those
-    with a curvature for each weight in the state, for tests that look at it.
+    with a curvature for each weight in the state, for tests that look at it. ``less_than_shared``: also those that have
+    not all of the shared arguments. ``first_of_each``: the first configuration of each optimizer.
     """
     chosen = []
-    for info in TABLE:
+    for info in [*TABLE, *LESS_THAN_SHARED] if less_than_shared else TABLE:
         if has_hess and not info.has_hess:
             continue
         for label, arguments in info.configurations.items():
@@ -238,7 +249,7 @@ def cases(
                 continue
             if first_only and arguments.get("mc_samples", 1) != 1:
                 continue
-            chosen.append(pytest.param(Case(info, arguments), id=f"{info.name}-{label}"))
-            if first_only:
+            chosen.append(pytest.param(Case(info, arguments), id=f"{info.name}-{label}" if label else info.name))
+            if first_only or first_of_each:
                 break
     return chosen

@@ -35,6 +35,11 @@ def here(value: Value) -> Value:
         return value.to_local()  # type: ignore[attr-defined]
 
 
+def as_tensor(value: Any) -> Tensor:
+    """A tensor as it is; a number or an array as a tensor on the CPU, whatever torch's default device is."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+
+
 def whole(value: Value) -> Value:
     """The whole of a tensor, brought together from all ranks, which must all ask for it; anything else as it is."""
     return value.full_tensor() if is_spread(value) else value  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.integrations.lightning_harness import BATCHES, Classifier, Loader, assert_scores, fit, logged, make_trainer
+from vprop import VONG, Vprop
 from vprop.integrations.lightning import PosteriorCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning")
@@ -53,6 +54,36 @@ def test_how_often(every, accumulate, times, monkeypatch):
 def test_a_flat_prior_has_no_kl():
     trainer = make_trainer(PosteriorCallback(every_n_steps=1))
     trainer.fit(Classifier(prior_precision=0.0), Loader(BATCHES))
+    assert logged(trainer.callback_metrics, "posterior/").keys() == {"curvature", "noise", "noise_to_weights"}
+
+
+class WithPrior(Classifier):
+    """Its optimizer, and a prior that is made for its parameters."""
+
+    def __init__(self, constructor, make_prior):
+        super().__init__()
+        self.constructor, self.make_prior = constructor, make_prior
+
+    def configure_optimizers(self):
+        params = list(self.parameters())
+        return self.constructor(params, lr=0.1, num_data=100, prior_precision=self.make_prior(params))
+
+
+def test_a_prior_with_correlations_has_a_kl():
+    module = WithPrior(VONG, lambda params: 2 * torch.eye(sum(p.numel() for p in params), dtype=torch.float64))
+    trainer = make_trainer(PosteriorCallback(every_n_steps=1))
+    trainer.fit(module, Loader(BATCHES))
+    kl = float(trainer.optimizers[0].posterior(module).kl())
+    assert_scores({"kl": logged(trainer.callback_metrics, "posterior/")["kl"]}, {"kl": kl})
+
+
+@pytest.mark.parametrize("constructor", [Vprop, VONG])
+def test_a_prior_that_is_flat_for_some_weights_has_no_kl(constructor):
+    def prior(params):
+        return [torch.ones_like(p) if i else torch.zeros_like(p) for i, p in enumerate(params)]
+
+    trainer = make_trainer(PosteriorCallback(every_n_steps=1))
+    trainer.fit(WithPrior(constructor, prior), Loader(BATCHES))
     assert logged(trainer.callback_metrics, "posterior/").keys() == {"curvature", "noise", "noise_to_weights"}
 
 

@@ -140,3 +140,24 @@ def test_the_full_structure_counts_clipped_steps(constructor):
     optimizer = constructor(model.parameters(), num_data=100, clip_radius=1e-6)
     optimizer.step(Objective(model, F.cross_entropy, *make_batch()))
     assert "steps clipped" in symptoms(optimizer)
+
+
+@pytest.mark.parametrize("case", cases(any_loop=True))
+def test_groups_without_weights_have_nothing_wrong(case):
+    """An empty list of parameters, and a parameter without elements; also where the prior follows the posterior."""
+    weight, nothing = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(0, 3))
+    groups = [{"params": []}, {"params": [nothing]}, {"params": [weight]}]
+    optimizer = case(groups, prior_precision=AutoPrior(warmup=0, every=1))
+    assert {finding.group for finding in optimizer.diagnose()} == {2}
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum() + nothing.sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert {finding.group for finding in optimizer.diagnose()} <= {2}
+    assert [group["prior_precision"] for group in optimizer.param_groups[:2]] == [1.0, 1.0]
+    assert optimizer.param_groups[2]["prior_precision"] != 1.0

@@ -26,6 +26,7 @@ from torch.nn.functional import one_hot
 from vprop.likelihood import Likelihood, check_likelihood
 from vprop.objective import call_with_weights
 from vprop.optim._arguments import invalid, is_number
+from vprop.placement import as_tensor
 
 
 class Observation(NamedTuple):
@@ -100,7 +101,7 @@ class OnlineMethod:
             return output.flatten(), output
 
         jacobian, output = jacrev(flat_outputs, has_aux=True)(self.mean)
-        y = torch.as_tensor(y).detach().to(output.device)
+        y = as_tensor(y).detach().to(output.device)
         if self.likelihood == "categorical":
             residual, fisher = _categorical(output, y)
         elif self.likelihood == "bernoulli":

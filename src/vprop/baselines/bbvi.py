@@ -14,6 +14,7 @@ from vprop.curvature import CurvatureEstimator, NoiseProduct
 from vprop.functional import black_box, diagonal
 from vprop.optim._arguments import NOT_HYPERPARAMETERS, invalid, is_number, refuse_spread_parameters
 from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim._loading import StateForm
 from vprop.optim._members import Member, mean_of
 from vprop.optim._written import Written
 from vprop.optim.auto_prior import PriorPrecision
@@ -76,17 +77,18 @@ class BBVI(DiagonalOptimizer):
         defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does, with a check of its hyperparameters."""
-        super().add_param_group(param_group)
-        try:
-            refuse_spread_parameters(self.param_groups[-1], "BBVI")
-            _check(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        refuse_spread_parameters(group, "BBVI")
+        _check(group)
 
     _has_kernels = False
+    _state_form = StateForm(
+        needed=("std",),
+        like_parameter=("std", "mean", "mean_square_avg", "std_square_avg", "mean_avg", "std_avg"),
+        positive=("std",),
+        may_be_anything=("mean",),
+    )
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return NoiseProduct()

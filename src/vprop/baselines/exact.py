@@ -26,6 +26,7 @@ from torch.nn.functional import softplus
 
 from vprop.functional import logistic
 from vprop.optim._arguments import invalid, is_number
+from vprop.placement import as_tensor
 
 Structure = Literal["diagonal", "full"]
 
@@ -275,7 +276,7 @@ def _check(
             raise invalid(name, value, "a finite number > 0", remedy)
     if not is_number(max_iterations, whole=True) or max_iterations < 1:
         raise invalid("max_iterations", max_iterations, "an integer >= 1", "1000 is the default.")
-    X, y = torch.as_tensor(X), torch.as_tensor(y)
+    X, y = as_tensor(X), as_tensor(y)
     if X.dim() != 2 or 0 in X.shape:
         raise ValueError(
             f"Invalid X: has shape {tuple(X.shape)}, must be (examples, features), neither of them 0. For a single "

@@ -53,7 +53,9 @@ class ExtendedKalmanFilter(OnlineMethod):
             noise_variance=noise_variance,
             max_parameters=max_parameters,
         )
-        self._covariance = torch.eye(len(self.mean)).to(self.mean) / self.prior_precision
+        self._covariance = (
+            torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device) / self.prior_precision
+        )
 
     @property
     def covariance(self) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vprop.baselines._online import OnlineMethod, check_finite, check_positive
 from vprop.likelihood import Likelihood
 from vprop.optim._arguments import invalid, is_number
+from vprop.placement import as_tensor
 
 FisherKind = Literal["model", "gradient"]
 StepSize = float | Callable[[int], float]
@@ -62,7 +63,7 @@ class OnlineNaturalGradient(OnlineMethod):
         self._kind = _checked(fisher)
         _step_at(self._step_size, 1)
         self._last_step = 1.0
-        self.fisher = self.prior_precision * torch.eye(len(self.mean)).to(self.mean)
+        self.fisher = self.prior_precision * _identity(self.mean)
         """F, the averaged Fisher matrix."""
 
     @property
@@ -122,7 +123,7 @@ class RegularizedNaturalGradient(OnlineMethod):
         check_positive("lr", lr, "0.1 is a good first try.")
         check_positive("hess_init", hess_init, "It is the curvature of the mean loss before any data.")
         self.num_data, self.lr, self.damping = float(num_data), float(lr), self.prior_precision / float(num_data)
-        self.prior_mean = torch.as_tensor(prior_mean).to(self.mean)
+        self.prior_mean = as_tensor(prior_mean).to(self.mean)
         if self.prior_mean.dim() and self.prior_mean.shape != self.mean.shape:
             raise ValueError(
                 f"Invalid prior_mean: has shape {tuple(self.prior_mean.shape)}, must be a number or have shape "
@@ -130,7 +131,7 @@ class RegularizedNaturalGradient(OnlineMethod):
             )
         self._step_size, self._kind = step_size, _checked(fisher)
         _step_at(self._step_size, 1)
-        self.fisher = float(hess_init) * torch.eye(len(self.mean)).to(self.mean)
+        self.fisher = float(hess_init) * _identity(self.mean)
         """F, the averaged Fisher matrix of one example."""
 
     @property
@@ -156,7 +157,7 @@ class RegularizedNaturalGradient(OnlineMethod):
         self._move(mean)
 
     def _damped(self, fisher: Tensor) -> Tensor:
-        return fisher + self.damping * torch.eye(len(fisher)).to(fisher)
+        return fisher + self.damping * _identity(fisher)
 
 
 def _step_at(step_size: StepSize, t: int) -> float:
@@ -170,6 +171,11 @@ def _checked(fisher: FisherKind) -> FisherKind:
     if fisher not in get_args(FisherKind):
         raise invalid("fisher", fisher, "'model' or 'gradient'", "'model' averages the labels out exactly.")
     return fisher
+
+
+def _identity(like: Tensor) -> Tensor:
+    """A square matrix with as many rows as ``like``."""
+    return torch.eye(len(like), dtype=like.dtype, device=like.device)
 
 
 def _solve(matrix: Tensor, vector: Tensor) -> Tensor:

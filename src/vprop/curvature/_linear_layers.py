@@ -71,7 +71,7 @@ def second_derivatives(objective: Objective, chain: LinearLayers, chunk_size: in
     for (prefix, layer), (a, z, slope) in zip(chain.layers, _passes(objective, chain), strict=True):
         curvature = torch.zeros_like(z)
         for units, rows in _unit_rows(slope, z, chunk_size):
-            curvature[:, units] = rows[torch.arange(len(units)), :, units].T
+            curvature[:, units] = rows[torch.arange(len(units), device=rows.device), :, units].T
         diagonals[_join(prefix, "weight")] = curvature.T @ a.square()
         if layer.bias is not None:
             diagonals[_join(prefix, "bias")] = curvature.sum(0)

@@ -46,7 +46,7 @@ class HessianDiagonal(ObservedAverage):
         diagonal = []
         for weight, grad in zip(weights.values(), grads, strict=True):
             pieces = [rows.diagonal(first) for first, rows in _rows(grad.flatten(), [weight], self.chunk_size)]
-            diagonal.append(torch.cat(pieces).view_as(weight))
+            diagonal.append(torch.cat(pieces).view_as(weight) if pieces else torch.zeros_like(weight))
         return diagonal
 
 

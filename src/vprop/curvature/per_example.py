@@ -58,7 +58,7 @@ class PerExampleGaussNewton(ObservedAverage):
 
         totals = {name: torch.zeros_like(p, dtype=compute_dtype(p)) for name, p in wanted.items()}
         check = MeanCheck(objective)
-        size = self.chunk_size or max(32, NUMBERS_AT_A_TIME // sum(p.numel() for p in wanted.values()))
+        size = self.chunk_size or max(32, NUMBERS_AT_A_TIME // max(1, sum(p.numel() for p in wanted.values())))
         for first in range(0, objective.batch_size, size):
             chunk = slice(first, first + size)
             x, y = tree_map(lambda t, chunk=chunk: t[chunk] if isinstance(t, Tensor) else t, (objective.x, objective.y))

@@ -54,7 +54,7 @@ COUNTERS = 1024
 def new_counter(device: torch.device) -> Tensor:
     """Where kernels count the elements that they left out: the sum counts."""
     if device.type == "cpu":
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device=device)
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop.likelihood.kinds import Likelihood, LikelihoodModule
+from vprop.placement import as_tensor
 
 LOG_VARIANCE_LIMIT = 30.0
 """Variances are computed between e⁻³⁰ ≈ 1e−13 and e³⁰ ≈ 1e13, where float32 has room for what is divided by them."""
@@ -172,7 +173,7 @@ def _check_target(output: Tensor, y: Tensor, expected: tuple[int, ...]) -> None:
 
 def _checked_variance(noise_variance: float | Tensor, shape: tuple[int, ...]) -> Tensor:
     """A copy of the initial variance in its shape."""
-    variance = torch.as_tensor(noise_variance).detach()
+    variance = as_tensor(noise_variance).detach()
     if not variance.is_floating_point():
         variance = variance.to(torch.get_default_dtype())
     if len(shape) > 1 or any(size < 1 for size in shape):
@@ -191,4 +192,6 @@ def _checked_variance(noise_variance: float | Tensor, shape: tuple[int, ...]) ->
             f"Invalid noise_variance={noise_variance!r}: must be between 1e-13 and 1e13. Rescale the targets "
             "(to variance 1, say) if their noise is smaller or larger than that."
         )
+    if not isinstance(noise_variance, Tensor):
+        variance = variance.to(torch.get_default_device())  # where modules put their parameters
     return variance.expand(shape if variance.dim() == 0 else variance.shape).clone()

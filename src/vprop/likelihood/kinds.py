@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vprop.likelihood.terms import options_beyond_a_log_likelihood
+from vprop.placement import as_tensor
 
 Likelihood = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic"]
 
@@ -41,7 +42,7 @@ def check_likelihood(likelihood: str | None, noise_variance: float | Tensor | No
             "'bernoulli' for sigmoid logits, 'gaussian' for regression, 'heteroscedastic' for regression whose model "
             "returns means and log-variances, or pass the GaussianLikelihood that the model was trained with."
         )
-    if noise_variance is not None and not bool((torch.as_tensor(noise_variance) >= 0).all()):
+    if noise_variance is not None and not bool((as_tensor(noise_variance) >= 0).all()):
         raise ValueError(
             f"Invalid noise_variance={noise_variance!r}: must be >= 0. It is the variance, not its logarithm, of an "
             "observation around its mean."

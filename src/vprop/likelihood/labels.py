@@ -9,6 +9,7 @@ from torch import Tensor
 from vprop import noise
 from vprop.likelihood.gaussian import split_heteroscedastic
 from vprop.likelihood.kinds import Likelihood
+from vprop.placement import as_tensor
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def draw_labels(
         drawn = mean + (0.5 * log_variance).exp() * _normal(mean, draw)
     else:
         normal = _normal(outputs, draw)
-        drawn = outputs + torch.as_tensor(noise_variance).to(normal).sqrt() * normal
+        drawn = outputs + as_tensor(noise_variance).to(normal).sqrt() * normal
     return drawn.to(labels.dtype).view(labels.shape)
 
 
@@ -67,7 +68,8 @@ def labels_in_the_mean(
         score = torch.cat([error * precision, 0.5 - 0.5 * error.square() * precision], dim=-1)
     else:
         score = (outputs - labels.reshape(outputs.shape)).double() / noise_variance
-    return float(score.square().sum() / (score * slope).sum().abs().clamp_min(1e-300))
+    along = float((score * slope).sum().abs())
+    return float(score.square().sum()) / along if along > 0 else 0.0  # a loss that no label has a part in
 
 
 def _normal(like: Tensor, draw: noise.Draw) -> Tensor:

@@ -76,7 +76,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, *, task: Task | No
 
 def _diagrams(data: Labelled, bins: int) -> list[Reliability]:
     """One diagram for classes, one for each label otherwise."""
-    edges = (torch.arange(1, bins, dtype=torch.float64) / bins).to(data.dtype).to(data.probs)
+    edges = (torch.arange(1, bins, dtype=torch.float64, device=data.probs.device) / bins).to(data.dtype).to(data.probs)
     if data.task == "multiclass":
         confidence, predicted = data.probs.max(-1)
         return [_diagram(confidence, (predicted == data.labels).double(), edges)]

@@ -71,7 +71,7 @@ def coverage(mean: Tensor, variance: float | Tensor, y: Tensor, level: float = 0
     std = _variance(variance, mean).sqrt()
     if has_nan(mean, std, y):
         return math.nan
-    half_width = math.sqrt(2) * torch.erfinv(torch.tensor(float(level), dtype=torch.float64)).item()
+    half_width = math.sqrt(2) * torch.erfinv(torch.tensor(float(level), dtype=torch.float64, device="cpu")).item()
     return float(((y - mean).abs() <= half_width * std).double().mean())
 
 
@@ -86,7 +86,7 @@ def _pair(mean: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def _variance(variance: float | Tensor, mean: Tensor) -> Tensor:
     if isinstance(variance, Real) and not isinstance(variance, bool):
-        variance = torch.tensor(float(variance), dtype=torch.float64)
+        variance = torch.tensor(float(variance), dtype=torch.float64, device=mean.device)
     wide = real("variance", variance).to(mean.device)
     if wide.numel() == 1:
         wide = wide.reshape(())

@@ -378,37 +378,3 @@ def _hess_init(group: dict[str, Any]) -> None:
             "> 0 when prior_precision is 0",
             "Without either, the variance is infinite: set hess_init=1 or prior_precision > 0.",
         )
-
-
-def check_same_parameters(saved: dict[str, Any], groups: list[dict[str, Any]], *, matrix: bool) -> None:
-    """Refuse a checkpoint of other parameters than the optimizer has. ``matrix``: h is one, over all of them."""
-    remedy = (
-        "Build model and optimizer as they were when it was saved: the same layers frozen, the same adapters, the same "
-        "groups. For another model make a new optimizer; what was learned of its parameters can be its prior, "
-        "posterior.as_prior()."
-    )
-    theirs, ours = ([len(group["params"]) for group in some] for some in (saved["param_groups"], groups))
-    if theirs != ours:
-        raise ValueError(
-            f"load_state_dict(): the checkpoint has {_sizes(theirs)}, this optimizer {_sizes(ours)}. {remedy}"
-        )
-    if any("num_data" not in group for group in saved["param_groups"]):
-        raise ValueError(
-            "load_state_dict(): this is no checkpoint of a variational optimizer, whose groups have num_data. Load the "
-            "model's weights alone, and let the optimizer start afresh."
-        )
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    params = [p for group in groups for p in group["params"]]
-    for i, (number, p) in enumerate(zip(numbers, params, strict=True)):
-        for key, value in saved["state"].get(number, {}).items():
-            alike = not isinstance(value, Tensor) or key == "step" or (matrix and key == "hess")
-            if not alike and value.shape != p.shape:
-                raise ValueError(
-                    f"load_state_dict(): parameter {i} has shape {tuple(value.shape)} in the checkpoint and "
-                    f"{tuple(p.shape)} here. {remedy}"
-                )
-
-
-def _sizes(counts: list[int]) -> str:
-    groups = "1 parameter group" if len(counts) == 1 else f"{len(counts)} parameter groups"
-    return f"{groups} with {' + '.join(map(str, counts))} parameters"

@@ -15,9 +15,12 @@ from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
 from vprop.optim._arguments import check_fused, check_group, invalid, warn_of_shared_memory
 from vprop.optim._checkpoints import CheckpointedOptimizer
+from vprop.optim._closures import mean_result
 from vprop.optim._gathered import drop_gathered
+from vprop.optim._group_keys import check_entries, drop_duplicates
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder, forget_casts, note_hooks, release_samples
+from vprop.optim._loading import METHOD
 from vprop.optim._members import Marginal, Member, label_draw_of, parameters_in
 from vprop.optim._old_gradients import refuse_old_gradients
 from vprop.optim._ranks import average_over_ranks, has_own_noise, rank_and_count, require_averaged
@@ -134,18 +137,25 @@ class VariationalOptimizer(CheckpointedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does, with a check of its hyperparameters."""
+        if isinstance(param_group, dict):  # what else there is torch refuses
+            check_entries(param_group, self.defaults, type(self).__name__)
         super().add_param_group(param_group)
+        drop_duplicates(self.param_groups[-1])
+        self.param_groups[-1][METHOD] = self._method()
         try:
-            take_auto(self.param_groups[-1])
-            check_group(self.param_groups[-1], self._matrix_prior)
-            self._check_centering(self.param_groups[-1])
+            self._check_group(self.param_groups[-1])
             check_fused(self.param_groups[-1], type(self).__name__, self._has_kernels)
-            _ = self.mc_samples
+            self._check_groups_together(self.param_groups)
         except ValueError:
             self.param_groups.pop()
             raise
         release_samples(self.param_groups[-1]["params"])
         warn_of_shared_memory(self.param_groups[-1])
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        take_auto(group)
+        check_group(group, self._matrix_prior)
+        self._check_centering(group)
 
     def _check_samples(self, group: dict[str, Any]) -> None:
         take_auto(group)  # "auto" may also be set on a group later
@@ -164,7 +174,10 @@ class VariationalOptimizer(CheckpointedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the posterior; returns the mean loss over the samples if there is a closure.
+        """Update the posterior; returns what the closure returned, if there is one: its mean over the samples.
+
+        A closure may return more than the loss: of tuples, lists and dicts the mean is taken part by part, and of what
+        has no mean (a word, tensors of different shapes) the last sample's is returned.
 
         With a closure, which zeroes the gradients, computes the loss and calls ``backward()``, the optimizer draws
         all samples and calls it once for each (once at the mean if ``mc_samples=0``). Without one, the gradients
@@ -260,13 +273,13 @@ class VariationalOptimizer(CheckpointedOptimizer):
         for sample in range(last + 1):
             with self._active_sample(sample, stays=sample == last), torch.enable_grad():
                 watched = [] if begun or sample > 0 else self.param_groups
-                losses.append(refuse_old_gradients(closure, watched))
+                loss = refuse_old_gradients(closure, watched)
+                losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
                 if needs_objective:
                     self._observe(closure, sample)  # type: ignore[arg-type]
         if any(loss is None for loss in losses):
             return None
-        losses = [loss.detach() if isinstance(loss, Tensor) else loss for loss in losses]
-        return losses[0] if len(losses) == 1 else sum(losses) / len(losses)
+        return losses[0] if len(losses) == 1 else mean_result(losses)
 
     def _require_objective(self, closure: Callable[[], Any] | None) -> None:
         if self._needs_objective() and not isinstance(closure, Objective):

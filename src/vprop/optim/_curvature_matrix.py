@@ -21,8 +21,8 @@ class CurvatureMatrix:
         for p in params:
             starts[id(p)] = start
             start += p.numel()
-        pieces = [torch.arange(starts[id(p)], starts[id(p)] + p.numel()) for p in chosen]
-        self.rows = torch.cat(pieces).to(stored.device)
+        pieces = [torch.arange(starts[id(p)], starts[id(p)] + p.numel(), device=stored.device) for p in chosen]
+        self.rows = torch.cat(pieces)
 
     @property
     def sub(self) -> Tensor:

@@ -19,6 +19,7 @@ from vprop.objective import Objective
 from vprop.optim._arguments import check_shared, check_size, refuse_spread_parameters
 from vprop.optim._base import VariationalOptimizer
 from vprop.optim._curvature_matrix import CurvatureMatrix, KeptFactor
+from vprop.optim._loading import StateForm, broken, other_shape
 from vprop.optim._members import (
     Marginal,
     Member,
@@ -32,6 +33,7 @@ from vprop.optim._members import (
 )
 from vprop.optim._ranks import average_over_ranks, has_own_noise, mean_so_far
 from vprop.optim._sampling import at_the_mean
+from vprop.placement import as_tensor
 from vprop.posterior import FullPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
 from vprop.wrappers import unwrapped
@@ -77,30 +79,27 @@ class _FullPlan:
 class FullOptimizer(VariationalOptimizer):
     """Sampling and update of a Gaussian with a full covariance; a subclass chooses the curvature estimator.
 
-    State per parameter: ``step`` (int64), ``momentum`` if β₁ > 0, ``mean`` (float32) for bfloat16 and float16 weights;
-    and, with the first of them, ``hess``: the matrix H over all parameters that have a state, in float64.
+    State per parameter: ``step`` (int64), ``shape`` (its own, so that the rows of the matrix can be told apart),
+    ``momentum`` if β₁ > 0, ``mean`` (float32) for bfloat16 and float16 weights; and, with the first of them, ``hess``:
+    the matrix H over all parameters that have a state, in float64.
     """
 
     _matrix_prior = True
+    _state_form = StateForm(needed=(), like_parameter=("momentum", "mean"), shared=("hess",), may_be_anything=("mean",))
 
     @abstractmethod
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         """The estimator of Ĥ that the hyperparameters, the same in all groups, ask for."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does; what all groups must share, and the size of the matrix, are checked."""
-        super().add_param_group(param_group)
-        try:
-            refuse_spread_parameters(self.param_groups[-1], type(self).__name__)
-            self._check_groups()
-        except ValueError:
-            self.param_groups.pop()
-            raise
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        refuse_spread_parameters(group, type(self).__name__)
 
-    def _check_groups(self) -> None:
-        check_shared(self.param_groups)
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        check_size(type(self).__name__, params, max(group["max_parameters"] for group in self.param_groups))
+    def _check_groups_together(self, groups: list[dict[str, Any]]) -> None:
+        super()._check_groups_together(groups)
+        check_shared(groups)
+        params = [p for group in groups for p in group["params"] if p.requires_grad]
+        check_size(type(self).__name__, params, max(group["max_parameters"] for group in groups))
 
     def _members(self) -> list[Member]:
         return list(members_of(self.param_groups))
@@ -113,9 +112,22 @@ class FullOptimizer(VariationalOptimizer):
     def _state_dtype(self, key: str, p: Tensor) -> torch.dtype:
         return _WIDE if key == "hess" else super()._state_dtype(key, p)
 
+    def _check_state(self, state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        known = [p for group in groups for p in group["params"] if state.get(p)]
+        for i, p in enumerate(known):
+            shape = tuple(state[p]["shape"].tolist()) if "shape" in state[p] else tuple(p.shape)
+            if shape != tuple(p.shape):
+                raise other_shape(f"parameter {i} of those with a state", shape, p)
+        matrices = [state[p]["hess"] for p in known if "hess" in state[p]]
+        size = sum(p.numel() for p in known)
+        if known and [tuple(matrix.shape) for matrix in matrices] != [(size, size)]:
+            found = [tuple(matrix.shape) for matrix in matrices] or "none"
+            raise broken(f"there must be one 'hess' of shape {(size, size)} in the state, but there is {found}")
+
     def _peek_state(self, member: Member) -> dict[str, Tensor]:
         """The state of a parameter, or what it would be, without keeping it."""
         complete = new_state(member)
+        complete["shape"] = torch.tensor(member.p.shape, dtype=torch.int64, device=member.p.device)
         complete.update(self.state.get(member.p, {}))
         if not needs_master_copy(member.p):
             complete.pop("mean", None)
@@ -132,7 +144,7 @@ class FullOptimizer(VariationalOptimizer):
 
     def _matrix(self, members: list[Member], keep: bool) -> CurvatureMatrix:
         """The curvature over ``members``; ``keep`` gives those that have no state one."""
-        self._check_groups()
+        self._check_groups_together(self.param_groups)
         everyone = [p for group in self.param_groups for p in group["params"]]
         known = [p for p in everyone if self.state.get(p)]
         stored = next((self.state[p]["hess"] for p in known if "hess" in self.state[p]), None)
@@ -155,8 +167,9 @@ class FullOptimizer(VariationalOptimizer):
     def _grown(self, stored: Tensor | None, known: list[Tensor], wanted: list[Tensor]) -> Tensor:
         """The matrix over more parameters: the new ones start with ``hess_init`` and without correlations."""
         inits = {id(p): group["hess_init"] for group in self.param_groups for p in group["params"]}
-        diagonal = torch.cat([torch.full((p.numel(),), inits[id(p)], dtype=_WIDE) for p in wanted])
-        grown = torch.diag(diagonal).to(wanted[0].device)
+        device = wanted[0].device
+        diagonals = [torch.full((p.numel(),), inits[id(p)], dtype=_WIDE, device=device) for p in wanted]
+        grown = torch.diag(torch.cat(diagonals))
         if stored is not None:
             rows = CurvatureMatrix(grown, wanted, known).rows
             grown[rows[:, None], rows] = stored.to(grown.device)
@@ -212,7 +225,8 @@ class FullOptimizer(VariationalOptimizer):
         members = self._members()
         estimator = self._estimator()
         observed = self._observed(estimator, objective, members, sample)
-        rows = [value.reshape(member.p.numel(), -1) for member, value in zip(members, observed, strict=True)]
+        sizes = [member.p.numel() for member in members]
+        rows = [value.reshape(size, -1) for size, value in zip(sizes, observed, strict=True) if size]
         curvature = estimator.curvature_of(torch.cat(rows).squeeze(-1).to(_WIDE))
         (self._ledger.observed_all,) = self._seen_by_all([curvature], objective, members[0].group)
 
@@ -263,7 +277,7 @@ class FullOptimizer(VariationalOptimizer):
             clip_radius=_flat([_like(member, member.group["clip_radius"]) for member in members]),
         )
         if new is None:
-            self._count_unusable(torch.tensor(size))
+            self._count_unusable(torch.tensor(size, device=grad.device))
             return
         self._write_back(members, new)
         self._ledger.clipped = {}
@@ -354,9 +368,9 @@ class FullOptimizer(VariationalOptimizer):
         mean, precision = {}, {}
         for (name, member), diagonal in zip(named, diagonals, strict=True):
             device, dtype = member.p.device, compute_dtype(member.p)
-            mean[name] = torch.as_tensor(member.prior_mean).to(device, dtype).clone()
+            mean[name] = as_tensor(member.prior_mean).to(device, dtype).clone()
             own = member.prior_precision if diagonal is None else diagonal.view(member.p.shape)
-            precision[name] = torch.as_tensor(own).to(device, dtype).clone()
+            precision[name] = as_tensor(own).to(device, dtype).clone()
         return GaussianPrior(mean, precision, matrix)
 
 

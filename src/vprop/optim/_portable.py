@@ -20,6 +20,7 @@ from vprop.optim._arguments import check_estimator
 from vprop.optim._base import VariationalOptimizer
 from vprop.optim._fused import settings_of
 from vprop.optim._gathered import drop_gathered
+from vprop.optim._loading import StateForm, broken
 from vprop.optim._members import (
     Marginal,
     Member,
@@ -35,7 +36,7 @@ from vprop.optim._members import (
 from vprop.optim._ranks import average_over_ranks, has_own_noise, mean_so_far
 from vprop.optim._sampling import at_the_mean
 from vprop.optim._written import Written, bundles_of
-from vprop.placement import here, spread_like, whole
+from vprop.placement import as_tensor, here, spread_like, whole
 from vprop.posterior import DiagonalPosterior, GaussianPrior
 from vprop.precision import compute_dtype, needs_master_copy
 from vprop.wrappers import unwrapped
@@ -57,6 +58,7 @@ class PortableDiagonal(VariationalOptimizer):
     and float16 weights, which are too coarse to hold it.
     """
 
+    _state_form = StateForm(needed=("hess",), like_parameter=("hess", "momentum", "mean"), may_be_anything=("mean",))
     _debiases_hess = False
     """Whether the rule corrects the average of the curvature for its start, and so needs the step count."""
 
@@ -93,6 +95,12 @@ class PortableDiagonal(VariationalOptimizer):
         p, state = member.p, new_state(member)
         state["hess"] = torch.full_like(p, member.group["hess_init"], dtype=compute_dtype(p), requires_grad=False)
         return state
+
+    def _check_state(self, state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        for member in members_of(groups):
+            hess = state.get(member.p, {}).get("hess")
+            if hess is not None and bool((here(hess) + here(member.damping) < 0).any()):
+                raise broken(f"'hess' of parameter {member.number} makes a variance that is negative")
 
     def _peek_state(self, member: Member) -> dict[str, Tensor]:
         """The state of a parameter, or what it would be, without keeping it."""
@@ -321,8 +329,8 @@ class PortableDiagonal(VariationalOptimizer):
             mean[name] = whole(mean_of(member.p, state)).clone()
             variance[name] = whole(self._spread_variance(member, state))
             require_finite(name, mean[name], variance[name])
-            prior_mean[name] = torch.as_tensor(whole(member.prior_mean)).to(mean[name]).clone()
-            prior_precision[name] = torch.as_tensor(whole(member.prior_precision)).to(mean[name]).clone()
+            prior_mean[name] = as_tensor(whole(member.prior_mean)).to(mean[name]).clone()
+            prior_precision[name] = as_tensor(whole(member.prior_precision)).to(mean[name]).clone()
         return DiagonalPosterior(
             model,
             mean,

@@ -62,9 +62,12 @@ class SamplingOptimizer(Optimizer):
     @property
     def mc_samples(self) -> int:
         """Samples per step; one number for all groups, because a sample covers all weights at once."""
-        for group in self.param_groups:
+        return self._samples_in(self.param_groups)
+
+    def _samples_in(self, groups: list[dict[str, Any]]) -> int:
+        for group in groups:
             self._check_samples(group)  # groups can be edited at any time, and no samples means no curvature
-        counts = {group["mc_samples"] for group in self.param_groups}
+        counts = {group["mc_samples"] for group in groups}
         if len(counts) > 1:
             raise invalid(
                 "mc_samples",

@@ -123,12 +123,12 @@ def update_auto_priors(groups: list[dict[str, Any]], due: list[int], marginals: 
 
 
 def best_precision(count: float, second_moment: float) -> float | None:
-    """λ* = D/(‖μ−m₀‖² + Σσ²), within :data:`BOUNDS`; ``None`` if the posterior is not finite.
+    """λ* = D/(‖μ−m₀‖² + Σσ²), within :data:`BOUNDS`; ``None`` if the posterior is not finite, or there are no weights.
 
     >>> best_precision(10, 2.5), best_precision(10, 0.0), best_precision(10, float("inf"))
     (4.0, 100000000.0, None)
     """
-    if not math.isfinite(second_moment):
+    if count == 0 or not math.isfinite(second_moment):
         return None
     low, high = BOUNDS
     return min(high, max(low, count / max(second_moment, count / high)))

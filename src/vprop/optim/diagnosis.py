@@ -84,8 +84,8 @@ def diagnose(
     """All findings, group by group."""
     findings: list[Finding] = []
     for number, settings in enumerate(param_groups):
-        if not any(p.requires_grad for p in settings["params"]):
-            continue
+        if not any(p.requires_grad and p.numel() for p in settings["params"]):
+            continue  # nothing to say of no weights
         own = [marginal for marginal in marginals if marginal.member.group_number == number]
         group = _Group(number, settings, steps[number], own, clipped.get(number, []))
         for check in _CHECKS if own else (_no_steps,):

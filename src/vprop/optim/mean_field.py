@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from vprop.curvature import NAMES, CurvatureEstimator, by_name
 from vprop.functional import diagonal
@@ -58,6 +58,7 @@ class MeanField(DiagonalOptimizer):
     """
 
     _can_center = False
+    _kept_when_loading = ("curvature",)
 
     def __init__(
         self,
@@ -87,9 +88,8 @@ class MeanField(DiagonalOptimizer):
         defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does, with a check of its hyperparameters."""
-        curvature = param_group.get("curvature", self.defaults["curvature"])
+    def _check_group(self, group: dict[str, Any]) -> None:
+        curvature = group["curvature"]
         if not isinstance(curvature, CurvatureEstimator) and curvature not in NAMES:
             raise invalid(
                 "curvature",
@@ -97,7 +97,7 @@ class MeanField(DiagonalOptimizer):
                 f"one of {NAMES}, or an estimator of vprop.curvature",
                 "'centered' with mc_samples=2, antithetic=True is a good first try.",
             )
-        super().add_param_group(param_group)
+        super()._check_group(group)
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         curvature = group["curvature"]
@@ -110,15 +110,14 @@ class MeanField(DiagonalOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; an estimator is saved by its name, so that the file holds nothing but numbers and words."""
-        saved = super().state_dict()
-        for group in saved["param_groups"]:
-            if isinstance(group["curvature"], CurvatureEstimator):
-                group["curvature"] = type(group["curvature"]).__name__
-        return saved
+        handle = self.register_state_dict_post_hook(_name_estimators, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; the curvature stays what this optimizer was built with."""
-        own = [group["curvature"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, curvature in zip(self.param_groups, own, strict=True):
-            group["curvature"] = curvature
+
+def _name_estimators(_: Optimizer, saved: dict[str, Any]) -> None:
+    for group in saved["param_groups"]:
+        if isinstance(group["curvature"], CurvatureEstimator):
+            group["curvature"] = type(group["curvature"]).__name__

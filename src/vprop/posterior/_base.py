@@ -208,9 +208,8 @@ class Posterior(ABC):
         that does not end in one call of torch's, nothing of this is seen: its batches count as their lengths, as they
         should for a mean over examples, and one that is NaN makes the ELBO NaN.
         """
-        return torch.tensor(
-            self.elbo_estimate(objective, num_samples, loss_fn=loss_fn, seed=seed).value, dtype=torch.float64
-        )
+        estimate = self.elbo_estimate(objective, num_samples, loss_fn=loss_fn, seed=seed)
+        return torch.tensor(estimate.value, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def elbo_estimate(
@@ -247,7 +246,7 @@ class Posterior(ABC):
                 "elbo(objective): the objective has no examples, or none of its targets counts. Pass an Objective or a "
                 "non-empty loader, with labels that are not all ignored."
             )
-        per_sample = torch.tensor(losses, dtype=torch.float64) * (-self.ess / examples)
+        per_sample = torch.tensor(losses, dtype=torch.float64, device="cpu") * (-self.ess / examples)
         spread = float(per_sample.std()) / math.sqrt(num_samples) if num_samples > 1 else math.nan
         expected, kl = float(per_sample.mean()), float(self.kl())
         return ElboEstimate(expected - kl, spread, expected, kl)

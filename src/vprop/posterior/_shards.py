@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vprop.likelihood import LikelihoodLike
+from vprop.placement import as_tensor
 from vprop.posterior._base import Posterior
 from vprop.posterior.diagonal import DiagonalPosterior
 from vprop.posterior.full import FullPosterior
@@ -99,7 +100,7 @@ def agreed_likelihood(
             )
         likelihood = shards[0].likelihood
     if noise_variance is None and (likelihood is None or likelihood == "gaussian"):
-        noises = [torch.as_tensor(shard.noise_variance).detach().cpu().double() for shard in shards]
+        noises = [as_tensor(shard.noise_variance).detach().cpu().double() for shard in shards]
         if not all(noise.shape == noises[0].shape and torch.equal(noise, noises[0]) for noise in noises):
             raise ValueError(
                 f"merge(posteriors): their noise variances differ ({', '.join(str(n.tolist()) for n in noises)}), must "

@@ -108,7 +108,7 @@ class DiagonalPosterior(Posterior):
 
 def _total(terms: list[Tensor]) -> Tensor:
     """The sum of all elements, in float64 because there may be millions, on the CPU because devices may differ."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for term in terms:
         wide = term.double() if term.device.type != "mps" else term
         total += wide.sum().cpu()

@@ -131,9 +131,9 @@ class FullPosterior(Posterior):
         """The same posterior with the parameters, and the rows of its matrices, in another order."""
         starts, start = {}, 0
         for name, mean in self.mean.items():
-            starts[name] = torch.arange(start, start + mean.numel())
+            starts[name] = torch.arange(start, start + mean.numel(), device=self.precision.device)
             start += mean.numel()
-        rows = torch.cat([starts[name] for name in names]).to(self.precision.device)
+        rows = torch.cat([starts[name] for name in names])
         prior = self.prior
         if prior.precision_matrix is not None:
             prior = prior._replace(precision_matrix=prior.precision_matrix[rows[:, None], rows])

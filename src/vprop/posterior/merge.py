@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vprop.likelihood import LikelihoodLike
+from vprop.placement import as_tensor
 from vprop.posterior import _shards
 from vprop.posterior._base import Posterior
 from vprop.posterior._shards import total, wide
@@ -222,13 +223,13 @@ def _checked_prior(first: Posterior, prior: GaussianPrior) -> GaussianPrior:
     for name, own_mean in first.mean.items():
         for kind, checked in (("mean", mean), ("precision", precision)):
             value = getattr(prior, kind).get(name)
-            shape = None if value is None else tuple(torch.as_tensor(value).shape)
+            shape = None if value is None else tuple(as_tensor(value).shape)
             if shape not in ((), tuple(own_mean.shape)):
                 raise ValueError(
                     f"Invalid prior: its {kind} of {name!r} has shape {shape}, must be () or {tuple(own_mean.shape)}. "
                     "Give a mean and a precision for every name in posterior.mean."
                 )
-            checked[name] = torch.as_tensor(value).detach().to(own_mean)
+            checked[name] = as_tensor(value).detach().to(own_mean)
     matrix = prior.precision_matrix
     if matrix is not None:
         shape, size = tuple(matrix.shape), first.num_parameters

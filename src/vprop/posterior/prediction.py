@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood, split_heteroscedastic
+from vprop.placement import as_tensor
 
 
 class Prediction:
@@ -86,7 +87,7 @@ class Prediction:
         means = self._sample_means()
         if self.likelihood == "heteroscedastic":
             return split_heteroscedastic(self.samples)[1].exp().mean(0)
-        noise = torch.as_tensor(self._noise_variance).to(means)
+        noise = as_tensor(self._noise_variance).to(means)
         try:
             return noise.expand(means.shape[1:])
         except RuntimeError as error:

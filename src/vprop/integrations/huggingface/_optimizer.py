@@ -49,12 +49,6 @@ def check_for_trainer(optimizer: VariationalOptimizer, model: nn.Module) -> None
             f"{type(optimizer).__name__} takes its curvature from more than a gradient, and a Trainer has only "
             "gradients. Use Vprop, IVON or Vadam, or a loop of your own with optimizer.step(vprop.Objective(...))."
         )
-    decay = max(group.get("weight_decay", 0.0) for group in optimizer.param_groups)
-    if decay:
-        raise ValueError(
-            f"Invalid weight_decay={decay:g}: must be 0 with {type(optimizer).__name__}, whose prior does its work. "
-            "Set TrainingArguments(weight_decay=0) and prior_precision=weight_decay*num_data."
-        )
     _check_coverage(optimizer, model)
 
 

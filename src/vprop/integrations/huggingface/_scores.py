@@ -61,7 +61,8 @@ class CategoricalScores(Scores):
 
     def add(self, draws: Iterator[Tensor], labels: Tensor) -> None:
         """Take a batch in."""
-        log_prob, probs, count = torch.tensor(-torch.inf, dtype=torch.float64), torch.tensor(0.0), 0
+        log_prob = torch.tensor(-torch.inf, dtype=torch.float64, device="cpu")
+        probs, count = torch.tensor(0.0, device="cpu"), 0
         for logits in draws:
             self._tokens = logits.dim() > 2
             rows, classes = labelled_logits(logits, labels.to(logits.device), shift=self._shift)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vprop.likelihood import Likelihood
+from vprop.placement import as_tensor
 
 IGNORED = -100
 """The label that Hugging Face's losses leave out."""
@@ -35,7 +35,7 @@ def num_targets(examples: Iterable[Any], model: nn.Module, *, label_name: str = 
                 f"num_targets(examples): must be dicts with {label_name!r}, found {found}. Where a collator makes the "
                 "labels, pass a loader that uses it: DataLoader(train_set, batch_size=..., collate_fn=collator)."
             )
-        labels = torch.as_tensor(example[label_name])
+        labels = as_tensor(example[label_name])
         if shift and labels.dim():
             labels = labels[..., 1:]
         total += int((labels != IGNORED).sum())

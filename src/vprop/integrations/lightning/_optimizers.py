@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vprop.optim import VariationalOptimizer
@@ -75,10 +75,16 @@ def summary(optimizer: VariationalOptimizer, model: nn.Module) -> dict[str, floa
 
 def _kl(optimizer: VariationalOptimizer, model: nn.Module) -> float | None:
     """KL(q ‖ prior) in nats: NaN for a posterior that is not finite, ``None`` where it is infinite by design."""
-    flat = any(not isinstance(g["prior_precision"], list) and g["prior_precision"] == 0 for g in optimizer.param_groups)
-    if flat:
+    if any(_is_flat(group["prior_precision"]) for group in optimizer.param_groups):
         return None
     try:
         return float(optimizer.posterior(model).kl())
     except FloatingPointError:
         return math.nan
+
+
+def _is_flat(precision: float | list[Tensor] | Tensor) -> bool:
+    """Whether a prior says nothing of some weight; one with correlations, a matrix, says something of all."""
+    if isinstance(precision, list):
+        return sum(sums([tensor == 0 for tensor in precision])) > 0
+    return not isinstance(precision, Tensor) and precision == 0

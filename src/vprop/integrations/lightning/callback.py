@@ -145,7 +145,7 @@ class PosteriorCallback(Callback):
         for number, optimizer in enumerate(variational_of(trainer.optimizers, pl_module)):
             prefix = "posterior" if number == 0 else f"posterior_{number}"
             values |= {f"{prefix}/{name}": value for name, value in summary(optimizer, pl_module).items()}
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        trainer.callback_metrics.update({name: torch.tensor(value, device="cpu") for name, value in values.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 

@@ -27,8 +27,8 @@ class StackedLinear(nn.Module):
         super().__init__()
         # The scale of torch's own linear layers, from a generator that is nobody else's.
         bound = 1 / math.sqrt(inputs)
-        weight = torch.rand(members, inputs, outputs, generator=generator, dtype=torch.float64)
-        bias = torch.rand(members, 1, outputs, generator=generator, dtype=torch.float64)
+        weight = torch.rand(members, inputs, outputs, generator=generator, dtype=torch.float64, device="cpu")
+        bias = torch.rand(members, 1, outputs, generator=generator, dtype=torch.float64, device="cpu")
         self.weight = nn.Parameter(bound * (2 * weight - 1))
         self.bias = nn.Parameter(bound * (2 * bias - 1))
 
