@@ -61,8 +61,12 @@ class TestEveryOptimizer:
             info.build([{"params": [weight()], typo: value}], num_data=10)
 
     def test_other_unknown_numbers_are_a_warning(self, info):
-        with pytest.warns(UserWarning, match=rf"eps_root=1e-08, which is no argument of {info.name}.*It has: .*betas"):
-            info.build([{"params": [weight()], "eps_root": 1e-8}], num_data=10)
+        match = rf"eps_root=1e-08, which is no argument of {info.name}.*It has: .*betas"
+        with pytest.warns(UserWarning, match=match) as built:
+            optimizer = info.constructor([{"params": [weight()], "eps_root": 1e-8}], num_data=10, **info.required)
+        with pytest.warns(UserWarning, match=match) as added:
+            optimizer.add_param_group({"params": [weight()], "eps_root": 1e-8})
+        assert built[0].filename == added[0].filename == __file__  # where the group was written
 
     def test_what_is_somebody_elses_passes_in_silence(self, info):
         """Marks, words, whatever is off, and what schedulers and torch write."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import vprop
@@ -245,6 +246,21 @@ def test_a_distributed_checkpoint_loads_after_a_copy_a_resume_and_lr_find(tmp_pa
     checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
     set_state_dict(other, copied, model_state_dict=weights, optim_state_dict=state)
     assert_same_run((model, optimizer), (other, copied))
+
+
+def test_a_distributed_checkpoint_from_before_methods_were_recorded(tmp_path):
+    model, optimizer = train(Vprop, num_data=50, steps=2)
+    weights, state = get_state_dict(model, optimizer)
+    for group in state["param_groups"]:
+        del group["variational_method"]
+    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    other, resumed = train(Vprop, num_data=1, steps=1)
+    weights, state = get_state_dict(other, resumed)
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=state)
+    assert_same_run((model, optimizer), (other, resumed))
+    assert resumed.param_groups[0]["num_data"] == 50
 
 
 def test_a_distributed_checkpoint_of_another_method_is_refused(tmp_path):

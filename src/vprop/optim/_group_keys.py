@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 import warnings
 from collections.abc import Collection
 from typing import Any
@@ -50,7 +51,7 @@ def check_entries(group: dict[str, Any], arguments: Collection[str], optimizer: 
                 f"A parameter group has {name}={value!r}, which is no argument of {optimizer} and changes nothing. It "
                 f"has: {', '.join(sorted(arguments))}.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=_callers_level(),
             )
 
 
@@ -67,6 +68,14 @@ def drop_duplicates(group: dict[str, Any]) -> None:
     for name in ("params", "param_names", "prior_mean", "prior_precision"):
         if isinstance(group.get(name), list | tuple) and len(group[name]) == len(params):
             group[name] = [group[name][i] for i in positions.values()]
+
+
+def _callers_level() -> int:
+    """How far up the line is that built the group, above ours and torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("vprop", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _is_off(value: Any) -> bool:
