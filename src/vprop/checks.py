@@ -50,6 +50,25 @@ def check_num_samples(num_samples: Any) -> int:
     return int(num_samples)
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither ``True`` nor ``False``: a string such as "no" would count as true."""
+    if not isinstance(value, bool):
+        raise invalid(name, value, "True or False", f"Pass {name}=True or leave it out.")
+
+
+def check_loss(loss_fn: Any, where: str) -> None:
+    """Refuse what cannot be called as ``loss_fn(output, y)``."""
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        found, remedy = f"the class {loss_fn.__name__}", f"Pass an instance of it, {loss_fn.__name__}()."
+    elif not callable(loss_fn):
+        found, remedy = shown(loss_fn), "Pass e.g. torch.nn.functional.cross_entropy."
+    else:
+        return
+    raise TypeError(
+        f"{where}: got loss_fn={found}, must be a function with loss_fn(model(x), y) the mean loss. {remedy}"
+    )
+
+
 def check_model(model: Any, where: str) -> None:
     """Refuse what is no module; ``where`` names the argument for the message, e.g. ``"posterior(model)"``."""
     if isinstance(model, nn.Module):

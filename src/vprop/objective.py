@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from vprop.checks import check_loss, check_model
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
 from vprop.likelihood.kinds import likelihood_module_of
 from vprop.wrappers import data_parallel_group, unwrapped
@@ -47,6 +48,8 @@ class Objective:
         likelihood: LikelihoodLike | None = None,
         noise_variance: float | Tensor | None = None,
     ) -> None:
+        check_model(model, "Objective(model, …)")
+        check_loss(loss_fn, "Objective(model, loss_fn, …)")
         self.model = unwrapped(model)
         """Without wrappers, for those who look inside; a call goes through them."""
         self.process_group = data_parallel_group(model)
@@ -75,6 +78,7 @@ class Objective:
         """Clear the gradients, compute the loss and its gradients at the current weights."""
         self._outermost.zero_grad(set_to_none=True)
         loss = self.loss_fn(call_model(self._outermost, self.x), self.y)
+        _require_mean(loss)
         loss.backward()
         return loss
 
@@ -91,6 +95,20 @@ class Objective:
     def batch_size(self) -> int:
         """How many examples the mean is over."""
         return batch_size_of(self.y)
+
+
+def _require_mean(loss: Any) -> None:
+    """Refuse a loss that has no gradient, or one for each example."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"Objective: loss_fn returned {type(loss).__name__}, must return a tensor. Compute the loss with torch's "
+            "functions, and do not call .item() or float() on it."
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"Objective: loss_fn returned a tensor of shape {tuple(loss.shape)}, must return one number, the mean over "
+            "the batch. Use reduction='mean', or .mean()."
+        )
 
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:
@@ -134,8 +152,9 @@ def batch_size_of(y: Any) -> int:
     """Length of the first dimension of the targets, looking into tuples, lists and dicts."""
     if isinstance(y, Tensor):
         return y.shape[0] if y.dim() else 1
-    if isinstance(y, Mapping):
+    if isinstance(y, Mapping) and y:
         return batch_size_of(next(iter(y.values())))
-    if isinstance(y, tuple | list):
+    if isinstance(y, tuple | list) and y:
         return batch_size_of(y[0])
-    raise TypeError(f"Cannot tell the batch size from targets of type {type(y).__name__}: pass a tensor.")
+    empty = "empty " if isinstance(y, Mapping | tuple | list) else ""
+    raise TypeError(f"Cannot tell the batch size from {empty}targets of type {type(y).__name__}: pass a tensor.")

@@ -169,13 +169,13 @@ def test_every_flipped_bit_is_found(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_changed_byte_is_found(tmp_path):
+def test_each_bit_of_every_byte(tmp_path):
     path = tmp_path / "posterior.safetensors"
     small_posterior().save(path)
     whole, model = path.read_bytes(), nn.Linear(2, 1, bias=False)
     for place in range(len(whole)):
-        for value in set(range(256)) - {whole[place]}:
-            path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+        for bit in range(8):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << bit)]) + whole[place + 1 :])
             with pytest.raises(ValueError, match=str(path)):
                 vprop.load_posterior(path, model)
 

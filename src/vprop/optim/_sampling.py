@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from vprop.optim._arguments import check_samples, invalid
+from vprop.checks import check_flag, invalid, is_number
+from vprop.optim._arguments import check_samples
 from vprop.optim._gathered import drop_gathered
 from vprop.optim._ledger import Holder, Ledger
 from vprop.optim._ranks import has_own_noise
@@ -83,6 +84,9 @@ class SamplingOptimizer(Optimizer):
         nothing of the training run changes.
         """
         self._refuse_inside_sample("sampled_params()")
+        check_flag("train", train)
+        if not is_number(sample, whole=True):
+            raise invalid("sample", sample, "the number of a sample", "Leave it out, or see train=False to evaluate.")
         with self._active_sample(sample) if train else self._active_evaluation(sample):
             yield
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vprop.optim._arguments import invalid, is_number
+from vprop.checks import invalid, is_number
 
 
 def check_number(estimator: Any, name: str, allowed: str, accept: Callable[[float], bool], remedy: str) -> None:
