@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch import nn
 
 import vprop
 from vprop import GaussianLikelihood, GaussianPrior, HeteroscedasticGaussianLikelihood, Objective, Prediction, Vprop
-from vprop.baselines import BBVI, MCDropout, exact_vi_logistic
+from vprop.baselines import BBVI, ExtendedKalmanFilter, MCDropout, OnlineNaturalGradient, exact_vi_logistic
+from vprop.integrations.huggingface import num_targets
 from vprop.posterior import DiagonalPosterior, FullPosterior
 
 X, Y = torch.zeros(4, 3), torch.tensor([0, 1, 0, 1])
@@ -90,6 +93,13 @@ TAKE_A_MODEL = {
     "Objective(model, …)": lambda model: Objective(model, F.cross_entropy, X, Y),
     "lr_find(…, model, …)": lambda model: vprop.lr_find(OPTIMIZER, model, F.cross_entropy, BATCHES),
     "MCDropout(model)": lambda model: MCDropout(model),
+    "ExtendedKalmanFilter(model)": lambda model: ExtendedKalmanFilter(
+        model, prior_precision=1.0, likelihood="categorical"
+    ),
+    "OnlineNaturalGradient(model)": lambda model: OnlineNaturalGradient(
+        model, prior_precision=1.0, likelihood="categorical"
+    ),
+    "num_targets(examples, model)": lambda model: num_targets([{"labels": 1}], model),
 }
 
 
@@ -332,3 +342,35 @@ def test_exact_inference():
         exact_vi_logistic(X, Y, HUGE)
     with pytest.raises(ValueError, match=r"Invalid lr_std=1000.*: must be None or a finite number >= 0"):
         BBVI(MODEL.parameters(), num_data=10, lr_std=HUGE)
+
+
+# -- integrations and metrics ------------------------------------------------------------------------------------
+
+
+def test_what_is_no_training_set():
+    with pytest.raises(TypeError, match=r"num_targets\(examples, model\): got NoneType, must be the training set"):
+        num_targets(None, MODEL)
+
+
+@pytest.mark.parametrize("framework", ["lightning", "huggingface"])
+def test_seeds_of_callbacks(framework):
+    module = importlib.import_module(f"vprop.integrations.{framework}")
+    with pytest.raises(ValueError, match=r"Invalid seed=18446744073709551616: must be an integer in"):
+        module.PosteriorCallback(seed=2**64)
+
+
+def test_numbers_of_estimators():
+    from vprop.integrations.sklearn import BayesianLogisticRegression
+
+    with pytest.raises(ValueError, match=r"Invalid prior_precision=1000.*: must be .*a finite number > 0"):
+        BayesianLogisticRegression(prior_precision=HUGE).fit(X.numpy(), Y.numpy())
+
+
+def test_tensors_without_values_have_no_score():
+    probs = torch.full((4, 3), 1 / 3)
+    with pytest.raises(ValueError, match=r"Invalid probs: is on the meta device, must be a dense tensor with values"):
+        vprop.metrics.nll(probs.to("meta"), Y)
+    with pytest.raises(ValueError, match=r"Invalid probs: has layout torch\.sparse_coo, must be a dense tensor"):
+        vprop.metrics.brier(probs.to_sparse(), Y)
+    with pytest.raises(ValueError, match=r"Invalid bins=1000.*: must be an integer >= 1 \(and <= 1000000\)"):
+        vprop.metrics.expected_calibration_error(probs, Y, bins=HUGE)

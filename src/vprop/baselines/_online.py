@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import jacrev
 from torch.nn.functional import one_hot
 
-from vprop.checks import invalid, is_finite
+from vprop.checks import check_model, invalid, is_finite
 from vprop.likelihood import Likelihood, check_likelihood
 from vprop.objective import call_with_weights
 
@@ -64,6 +64,7 @@ class OnlineMethod:
         noise_variance: float = 1.0,
         max_parameters: int = 5000,
     ) -> None:
+        check_model(model, f"{type(self).__name__}(model)")
         check_likelihood(likelihood, None)
         if likelihood not in ("gaussian", "bernoulli", "categorical"):  # natural parameter = output
             raise invalid("likelihood", likelihood, "'gaussian', 'bernoulli' or 'categorical'", "It says what y is.")

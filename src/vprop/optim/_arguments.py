@@ -310,7 +310,9 @@ def _scales(group: dict[str, Any]) -> None:
     wide = all(compute_dtype(p) == torch.float64 for p in group["params"])
     limits = torch.finfo(torch.float64 if wide else torch.float32)
     ess, hess, precision = group["num_data"] / group["temperature"], group["hess_init"], group["prior_precision"]
-    made_of = {"lr": max(1.0, float(group["lr"])), "hess_init": hess, "num_data/temperature": ess}
+    if float(group["lr"]) > limits.max:
+        raise invalid("lr", group["lr"], f"<= {limits.max:.2g}, the largest {limits.dtype}", "0.1 is a good first try.")
+    made_of = {"hess_init": hess, "num_data/temperature": ess}
     if is_number(precision) and limits.tiny <= ess <= limits.max:
         damped = hess + precision / ess
         made_of["prior_precision"] = precision
