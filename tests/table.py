@@ -48,6 +48,48 @@ SHARED_BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"maximize": "yes"}, r"Invalid maximize='yes': must be True or False"),
     ({"foreach": True, "fused": True}, r"Invalid fused=True: must be None or False with foreach=True"),
     ({"foreach": "all"}, r"Invalid foreach='all': must be None, True or False"),
+    ({"lr": 10**400}, r"Invalid lr=1000.*… \(401 characters\): must be a finite number >= 0\. "),
+    ({"lr": 1e39}, r"Invalid lr=1e\+39: must be <= 3\.4e\+38, the largest float32\. 0\.1 is a good"),
+    ({"lr": torch.tensor(float("nan"))}, r"Invalid lr=tensor\(nan\): must be a finite number >= 0"),
+    ({"lr": torch.tensor(0.1, device="meta")}, r"Invalid lr=tensor\(\.\.\., device='meta'.* a tensor with one such"),
+    ({"lr": torch.tensor([0.1]).to_sparse()}, r"layout=torch\.sparse_coo\): must be a finite number .* Pass e\.g\."),
+    ({"lr": torch.tensor([0.1, 0.2])}, r"Invalid lr=tensor\(\[0\.1000, 0\.2000\]\): must be .* one such number"),
+    ({"lr": torch.tensor(1)}, r"Invalid lr=tensor\(1\): must be .* of a floating-point dtype"),
+    (
+        {"lr": torch.tensor(0.1, requires_grad=True)},
+        r"Invalid lr=tensor\(0\.1000, .*: must be .* without a gradient",
+    ),
+    ({"num_data": 10**400}, r"Invalid num_data=1000.*: must be a finite number > 0"),
+    ({"num_data": 1e308}, r"Invalid num_data/temperature=1e\+308: must be between 1\.2e-38 and 8\.5e\+37"),
+    ({"num_data": 1e308, "temperature": 1e-10}, r"Invalid num_data/temperature=inf: must be between"),
+    ({"num_data": 1e-30, "temperature": 1e300}, r"Invalid num_data/temperature=0\.0: must be between"),
+    ({"num_data": 1e30, "hess_init": 1e30}, r"Invalid num_data/temperature\*\(hess_init \+ .*=1[.0-9]*e\+60: must be"),
+    (
+        {"num_data": 1e-30, "prior_precision": 1e30},
+        r"Invalid \(hess_init \+ prior_precision\*.*=1[.0-9]*e\+60: must",
+    ),
+    ({"num_data": 1e30, "prior_precision": 1e-30, "hess_init": 0}, r"Invalid \(hess_init \+ .*=1[.0-9]*e-60: must be"),
+    ({"temperature": 10**400}, r"Invalid temperature=1000.*: must be a finite number > 0"),
+    ({"prior_precision": 10**400}, r"Invalid prior_precision=1000.*: must be a finite number >= 0"),
+    ({"prior_precision": 1e-300}, r"Invalid prior_precision=1e-300: must be between"),
+    ({"hess_init": 10**400}, r"Invalid hess_init=1000.*: must be a finite number >= 0"),
+    ({"hess_init": 1e300}, r"Invalid hess_init=1e\+300: must be between"),
+    ({"clip_radius": 10**400}, r"Invalid clip_radius=1000.*: must be a number > 0"),
+    ({"mc_samples": 10**400}, r"Invalid mc_samples=1000.*: must be an integer >= 0"),
+    ({"mc_samples": 2**30}, r"Invalid mc_samples=1073741824: must be an integer >= 0 \(and below 2\*\*30\)"),
+    ({"seed": 2**64}, r"Invalid seed=18446744073709551616: must be an integer in"),
+    ({"seed": None}, r"Invalid seed=None: must be an integer in"),
+    *(
+        ({name: [tensor, torch.zeros(1)]}, rf"Invalid {name}\[0\]: {found}.*, must be a dense tensor of real .*\. {do}")
+        for name in ("prior_mean", "prior_precision")
+        for tensor, found, do in (
+            (torch.zeros(2, device="meta"), "is on the meta device", "Move"),
+            (torch.zeros(2).to_sparse(), r"has layout torch\.sparse_coo", "Make it dense"),
+            (torch.zeros(2, dtype=torch.complex64), r"has dtype torch\.complex64", "Convert"),
+            (torch.zeros(2, dtype=torch.int64), r"has dtype torch\.int64", "Convert"),
+            (torch.zeros(2, dtype=torch.bool), r"has dtype torch\.bool", "Convert"),
+        )
+    ),
 ]
 
 

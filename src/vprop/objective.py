@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vprop.checks import check_loss, check_model
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
 from vprop.likelihood.kinds import likelihood_module_of
 from vprop.likelihood.terms import LossWatch
@@ -48,6 +49,8 @@ class Objective:
         likelihood: LikelihoodLike | None = None,
         noise_variance: float | Tensor | None = None,
     ) -> None:
+        check_model(model, "Objective(model, …)")
+        check_loss(loss_fn, "Objective(model, loss_fn, …)")
         self.model = unwrapped(model)
         """Without wrappers, for those who look inside; a call goes through them."""
         self.process_group = data_parallel_group(model)
@@ -78,6 +81,7 @@ class Objective:
         """Clear the gradients, compute the loss and its gradients at the current weights."""
         self._outermost.zero_grad(set_to_none=True)
         loss = self.loss_fn(call_model(self._outermost, self.x), self.y)
+        _require_mean(loss)
         loss.backward()
         self.last_loss = loss.detach()
         return loss
@@ -107,6 +111,20 @@ class Objective:
         return batch_size_of(self.y)
 
 
+def _require_mean(loss: Any) -> None:
+    """Refuse a loss that has no gradient, or one for each example."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"Objective: loss_fn returned {type(loss).__name__}, must return a tensor. Compute the loss with torch's "
+            "functions, and do not call .item() or float() on it."
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"Objective: loss_fn returned a tensor of shape {tuple(loss.shape)}, must return one number, the mean over "
+            "the batch. Use reduction='mean', or .mean()."
+        )
+
+
 def call_model(model: Callable[..., Any], x: Any) -> Any:
     """``model(x)``, with a tuple as positional and a dict as keyword arguments."""
     args, kwargs = model_arguments(x)
@@ -134,8 +152,9 @@ def batch_size_of(y: Any) -> int:
     """Length of the first dimension of the targets, looking into tuples, lists and dicts."""
     if isinstance(y, Tensor):
         return y.shape[0] if y.dim() else 1
-    if isinstance(y, Mapping):
+    if isinstance(y, Mapping) and y:
         return batch_size_of(next(iter(y.values())))
-    if isinstance(y, tuple | list):
+    if isinstance(y, tuple | list) and y:
         return batch_size_of(y[0])
-    raise TypeError(f"Cannot tell the batch size from targets of type {type(y).__name__}: pass a tensor.")
+    empty = "empty " if isinstance(y, Mapping | tuple | list) else ""
+    raise TypeError(f"Cannot tell the batch size from {empty}targets of type {type(y).__name__}: pass a tensor.")

@@ -256,5 +256,5 @@ def test_a_step_without_a_training_forward_of_the_attached_model_is_an_error(mis
 
 def test_what_is_no_model_is_an_error():
     model = make_model()
-    with pytest.raises(TypeError, match=r"attach\(model\): got generator, must be the module that is trained"):
+    with pytest.raises(TypeError, match=r"attach\(model\): got generator .*, must be a torch\.nn\.Module\. Pass"):
         Vprop(model.parameters(), num_data=100).attach(model.parameters())

@@ -120,7 +120,7 @@ def test_it_is_put_back_after_an_error():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"steps": 5}, r"Invalid steps=5: must be an integer >= 10\. "),
+        ({"steps": 5}, r"Invalid steps=5: must be an integer >= 10 "),
         ({"lrs": [0.1, -1.0]}, r"Invalid lrs=\[0\.1, -1\.0\]: must be finite numbers > 0\. "),
         ({"lrs": []}, r"Invalid lrs=\[\]: must be"),
         ({"loader": []}, r"the loader is empty, or can be read only once"),
@@ -140,9 +140,10 @@ def test_bad_arguments(arguments, message):
 
 
 def test_lr_zero_has_nothing_to_multiply():
-    optimizer = Vprop(make_model().parameters(), lr=0.0, num_data=100)
+    model = make_model()
+    optimizer = Vprop(model.parameters(), lr=0.0, num_data=100)
     with pytest.raises(ValueError, match=r"Invalid lr=0\.0: must be > 0 for lr_find"):
-        lr_find(optimizer, make_model(), F.cross_entropy, BATCHES)
+        lr_find(optimizer, model, F.cross_entropy, BATCHES)
 
 
 class Counting(nn.Module):

@@ -87,7 +87,7 @@ def test_predict():
 
 
 def test_bad_noise_variance_and_outputs_that_are_no_tensors():
-    with pytest.raises(ValueError, match=r"Invalid noise_variance=-1\.0: must be >= 0\. It is the variance, not"):
+    with pytest.raises(ValueError, match=r"Invalid noise_variance=-1\.0: must be finite and >= 0\. It is the var"):
         Prediction(LOGITS, "gaussian", -1.0)
 
     class Wrapped(torch.nn.Module):

@@ -14,7 +14,6 @@ and with J = ∂η/∂θ the gradient of −log p is −Jᵀ(y−ŷ)/φ and the 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,9 +22,9 @@ from torch import Tensor, nn
 from torch.func import jacrev
 from torch.nn.functional import one_hot
 
+from vprop.checks import check_model, invalid, is_finite
 from vprop.likelihood import Likelihood, check_likelihood
 from vprop.objective import call_with_weights
-from vprop.optim._arguments import invalid, is_number
 from vprop.placement import as_tensor
 
 
@@ -66,6 +65,7 @@ class OnlineMethod:
         noise_variance: float = 1.0,
         max_parameters: int = 5000,
     ) -> None:
+        check_model(model, f"{type(self).__name__}(model)")
         check_likelihood(likelihood, None)
         if likelihood not in ("gaussian", "bernoulli", "categorical"):  # natural parameter = output
             raise invalid("likelihood", likelihood, "'gaussian', 'bernoulli' or 'categorical'", "It says what y is.")
@@ -136,7 +136,7 @@ def check_finite(mean: Tensor) -> None:
 
 def check_positive(name: str, value: Any, remedy: str) -> None:
     """Refuse what is not a finite number > 0."""
-    if not is_number(value) or not 0 < value < math.inf:
+    if not is_finite(value) or value <= 0:
         raise invalid(name, value, "a finite number > 0", remedy)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from vprop.checks import invalid, is_finite
 from vprop.curvature import CurvatureEstimator, NoiseProduct
 from vprop.functional import black_box, diagonal
-from vprop.optim._arguments import NOT_HYPERPARAMETERS, invalid, is_number, refuse_spread_parameters
+from vprop.optim._arguments import NOT_HYPERPARAMETERS, refuse_spread_parameters
 from vprop.optim._diagonal import DiagonalOptimizer
 from vprop.optim._loading import StateForm
 from vprop.optim._members import Member, mean_of
@@ -170,5 +170,5 @@ def _check(group: dict[str, Any]) -> None:
         value = group[name]
         if name == "lr_std" and value is None:
             continue
-        if not is_number(value) or not 0 <= value < math.inf:
+        if not is_finite(value) or value < 0:
             raise invalid(name, value, allowed, "Leave it out for the default.")

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vprop.checks import check_model, check_num_samples, check_seed
 from vprop.likelihood import Likelihood
 from vprop.objective import call_model
 from vprop.posterior import Prediction
-from vprop.posterior._base import check_num_samples
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -23,6 +23,7 @@ class MCDropout:
     """
 
     def __init__(self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float = 1.0) -> None:
+        check_model(model, "MCDropout(model)")
         if not any(isinstance(module, _DROPOUT) for module in model.modules()):
             raise ValueError(
                 "MCDropout needs a model with dropout layers (nn.Dropout, …): without them nothing varies."
@@ -34,7 +35,7 @@ class MCDropout:
     @torch.no_grad()
     def predict(self, x: Any, num_samples: int = 32, seed: int = 0) -> Prediction:
         """Outputs under ``num_samples`` dropout masks."""
-        check_num_samples(num_samples)
+        num_samples, seed = check_num_samples(num_samples), check_seed(seed)
         modes = [(module, module.training) for module in self.model.modules()]
         devices = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
         try:

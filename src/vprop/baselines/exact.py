@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from vprop.checks import invalid, is_finite, is_number
 from vprop.functional import logistic
-from vprop.optim._arguments import invalid, is_number
 from vprop.placement import as_tensor
 
 Structure = Literal["diagonal", "full"]
@@ -264,6 +264,16 @@ def _lbfgs(
     return int(state["n_iter"]) - before
 
 
+def _as_tensor(name: str, value: Any) -> Tensor:
+    try:
+        return as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"Invalid {name}: is a {type(value).__name__}, must be a tensor, an array or a list of numbers. Convert it "
+            "with torch.as_tensor, which says: " + str(error)
+        ) from error
+
+
 def _check(
     X: Tensor, y: Tensor, prior_precision: Any, structure: Any, tolerance: Any, max_iterations: Any
 ) -> tuple[Tensor, Tensor]:
@@ -271,12 +281,12 @@ def _check(
     if structure not in get_args(Structure):
         raise invalid("structure", structure, "'diagonal' or 'full'", "'full' keeps the correlations of the weights.")
     for name, value in (("prior_precision", prior_precision), ("tolerance", tolerance)):
-        if not is_number(value) or not 0 < value < math.inf:
+        if not is_finite(value) or value <= 0:
             remedy = "1 is a good first try." if name == "prior_precision" else "1e-6 is the default."
             raise invalid(name, value, "a finite number > 0", remedy)
     if not is_number(max_iterations, whole=True) or max_iterations < 1:
         raise invalid("max_iterations", max_iterations, "an integer >= 1", "1000 is the default.")
-    X, y = as_tensor(X), as_tensor(y)
+    X, y = _as_tensor("X", X), _as_tensor("y", y)
     if X.dim() != 2 or 0 in X.shape:
         raise ValueError(
             f"Invalid X: has shape {tuple(X.shape)}, must be (examples, features), neither of them 0. For a single "

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from vprop.baselines._online import OnlineMethod, check_finite, check_positive
+from vprop.checks import invalid, is_number
 from vprop.likelihood import Likelihood
-from vprop.optim._arguments import invalid, is_number
 from vprop.placement import as_tensor
 
 FisherKind = Literal["model", "gradient"]

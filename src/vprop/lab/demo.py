@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from vprop import Objective, Vprop, metrics
+from vprop.files import write_text
 from vprop.lab import plots
 from vprop.lab.environment import environment
 
@@ -39,7 +40,7 @@ def run(out: Path, *, quick: bool = False) -> dict[str, Any]:
             "regression": regression(progress, steps=20 if quick else 1500),
             "digits": digits(progress, epochs=1 if quick else 40),
         }
-    (out / "demo.json").write_text(json.dumps(result, indent=1))
+    write_text(out / "demo.json", json.dumps(result, indent=1))
     pictures = [
         plots.regression_band(result["regression"], out / "regression.png"),
         plots.calibration(result["digits"], out / "calibration.png"),

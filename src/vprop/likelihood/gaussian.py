@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from vprop.likelihood.kinds import Likelihood, LikelihoodModule
-from vprop.placement import as_tensor
+from vprop.checks import check_flag, is_number, shown
+from vprop.likelihood.kinds import Likelihood, LikelihoodModule, variance_tensor
 
 LOG_VARIANCE_LIMIT = 30.0
 """Variances are computed between e⁻³⁰ ≈ 1e−13 and e³⁰ ≈ 1e13, where float32 has room for what is divided by them."""
@@ -57,7 +57,8 @@ class GaussianLikelihood(LikelihoodModule):
         learnable: bool = True,
     ) -> None:
         super().__init__()
-        log_variance = _checked_variance(noise_variance, (shape,) if isinstance(shape, int) else tuple(shape)).log()
+        check_flag("learnable", learnable)
+        log_variance = _checked_variance(noise_variance, _checked_shape(shape)).log()
         if learnable:
             self.log_noise_variance = nn.Parameter(log_variance)
         else:
@@ -76,6 +77,7 @@ class GaussianLikelihood(LikelihoodModule):
 
     def forward(self, output: Tensor, y: Tensor) -> Tensor:
         """Mean over the first dimension of −log N(y; output, v)."""
+        _require_tensor("output", output)
         _check_target(output, y, tuple(output.shape))
         size = len(self.log_noise_variance) if self.log_noise_variance.dim() else None
         if size is not None and (output.dim() < 2 or output.shape[-1] != size):
@@ -129,6 +131,7 @@ def split_heteroscedastic(output: Tensor) -> tuple[Tensor, Tensor]:
     >>> split_heteroscedastic(torch.tensor([[1.0, 2.0, 0.0, -400.0]]))
     (tensor([[1., 2.]]), tensor([[  0., -30.]]))
     """
+    _require_tensor("output", output)
     if output.dim() == 0 or output.shape[-1] % 2 or output.shape[-1] == 0:
         raise ValueError(
             f"Invalid output: has shape {tuple(output.shape)}, must have an even last dimension: d means, then d "
@@ -136,6 +139,12 @@ def split_heteroscedastic(output: Tensor) -> tuple[Tensor, Tensor]:
         )
     mean, log_variance = _wide(output).chunk(2, dim=-1)
     return mean, _limited(log_variance)
+
+
+def _require_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        remedy = "Of a model's output that holds more than a tensor, pick the tensor out."
+        raise TypeError(f"Invalid {name}: is a {type(value).__name__}, must be a torch.Tensor. {remedy}")
 
 
 def _limited(log_variance: Tensor) -> Tensor:
@@ -159,6 +168,7 @@ def _mean_negative_log_density(mean: Tensor, y: Tensor, log_variance: Tensor) ->
 
 def _check_target(output: Tensor, y: Tensor, expected: tuple[int, ...]) -> None:
     """Refuse targets that would be broadcast: (n,) against (n, 1) is a loss over n² wrong pairs."""
+    _require_tensor("y", y)
     if output.dim() == 0:
         raise ValueError(
             "Invalid output: has shape (), must have the examples as its first dimension. Use output.unsqueeze(0) for "
@@ -171,16 +181,23 @@ def _check_target(output: Tensor, y: Tensor, expected: tuple[int, ...]) -> None:
         )
 
 
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    """``()`` or ``(d,)``."""
+    sizes = (shape,) if is_number(shape) else shape
+    sized = isinstance(sizes, tuple | list) and len(sizes) <= 1
+    if not sized or not all(is_number(size, whole=True) and size >= 1 for size in sizes):
+        raise ValueError(
+            f"Invalid shape={shown(sizes)}: must be () or (d,) with d >= 1. Noise can differ between the elements of "
+            "the output's last dimension."
+        )
+    return tuple(int(size) for size in sizes)
+
+
 def _checked_variance(noise_variance: float | Tensor, shape: tuple[int, ...]) -> Tensor:
     """A copy of the initial variance in its shape."""
-    variance = as_tensor(noise_variance).detach()
+    variance = variance_tensor(noise_variance)
     if not variance.is_floating_point():
         variance = variance.to(torch.get_default_dtype())
-    if len(shape) > 1 or any(size < 1 for size in shape):
-        raise ValueError(
-            f"Invalid shape={shape!r}: must be () or (d,) with d >= 1. Noise can differ between the elements of the "
-            "output's last dimension."
-        )
     if variance.dim() > 1 or (variance.dim() == 1 and shape not in ((), tuple(variance.shape))):
         raise ValueError(
             f"Invalid noise_variance of shape {tuple(variance.shape)}: must be a number or have shape={shape!r}. "

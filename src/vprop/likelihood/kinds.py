@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vprop.checks import invalid, shown
 from vprop.likelihood.terms import options_beyond_a_log_likelihood
 from vprop.placement import as_tensor
 
@@ -42,11 +43,31 @@ def check_likelihood(likelihood: str | None, noise_variance: float | Tensor | No
             "'bernoulli' for sigmoid logits, 'gaussian' for regression, 'heteroscedastic' for regression whose model "
             "returns means and log-variances, or pass the GaussianLikelihood that the model was trained with."
         )
-    if noise_variance is not None and not bool((as_tensor(noise_variance) >= 0).all()):
+    if noise_variance is None:
+        return
+    variance = variance_tensor(noise_variance)
+    if not bool((torch.isfinite(variance) & (variance >= 0)).all()):
         raise ValueError(
-            f"Invalid noise_variance={noise_variance!r}: must be >= 0. It is the variance, not its logarithm, of an "
-            "observation around its mean."
+            f"Invalid noise_variance={shown(noise_variance)}: must be finite and >= 0. It is the variance, not its "
+            "logarithm, of an observation around its mean."
         )
+
+
+def variance_tensor(noise_variance: Any) -> Tensor:
+    """A variance that was given as a number, a list of numbers or a tensor."""
+    try:
+        variance = as_tensor(noise_variance)
+        usable = not (variance.is_complex() or variance.is_meta or variance.dtype == torch.bool or variance.is_sparse)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        usable = False
+    if not usable:
+        raise invalid(
+            "noise_variance",
+            noise_variance,
+            "a positive number, or a tensor of them",
+            "It is the variance of an observation around its mean: 1.0 is the default.",
+        )
+    return variance.detach()
 
 
 @torch.no_grad()

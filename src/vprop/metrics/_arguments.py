@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
-
 import torch
 from torch import Tensor
+
+from vprop.checks import is_number, shown
+
+MOST_BINS = 1_000_000
 
 
 def invalid(name: str, found: str, allowed: str, remedy: str) -> ValueError:
@@ -24,6 +26,9 @@ def check_tensor(name: str, value: object) -> Tensor:
         # as_tensor() on everything would silently round a list of floats to float32
         found = f"is a {type(value).__name__}"
         raise invalid(name, found, "a torch.Tensor", f"Convert it with torch.as_tensor({name}).")
+    if value.is_meta or value.layout != torch.strided:
+        found = "is on the meta device" if value.is_meta else f"has layout {value.layout}"
+        raise invalid(name, found, "a dense tensor with values", "Move it to a real device, and use .to_dense().")
     if value.is_complex():
         raise invalid(name, f"has dtype {value.dtype}", "real", "Pass real and imaginary parts one by one.")
     if value.numel() == 0:
@@ -38,14 +43,16 @@ def real(name: str, value: object) -> Tensor:
 
 def check_bins(bins: int) -> None:
     """Refuse a number of bins that is none."""
-    if not isinstance(bins, Integral) or isinstance(bins, bool) or bins < 1:
-        raise ValueError(f"Invalid bins={bins!r}: must be an integer >= 1. 15 is the default.")
+    if not is_number(bins, whole=True) or not 1 <= bins <= MOST_BINS:
+        raise ValueError(
+            f"Invalid bins={shown(bins)}: must be an integer >= 1 (and <= {MOST_BINS}). 15 is the default."
+        )
 
 
 def check_level(level: float) -> None:
     """Refuse a probability that no interval can have."""
-    if not isinstance(level, Real) or isinstance(level, bool) or not 0 < level < 1:
-        raise ValueError(f"Invalid level={level!r}: must be a number in (0, 1). Use 0.9 for an interval of 90 %.")
+    if not is_number(level) or not 0 < level < 1:
+        raise ValueError(f"Invalid level={shown(level)}: must be a number in (0, 1). Use 0.9 for an interval of 90 %.")
 
 
 def has_nan(*tensors: Tensor) -> bool:

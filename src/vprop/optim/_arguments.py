@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vprop import kernels
+from vprop.checks import check_flag, check_seed, invalid, is_finite, is_number, shown
 from vprop.curvature import CurvatureEstimator
-from vprop.placement import here, is_spread, part_of
+from vprop.optim._prior_arguments import check_prior
+from vprop.placement import here, is_spread
 from vprop.precision import compute_dtype
 
 NOT_HYPERPARAMETERS = ("self", "params", "__class__")
 """Local names of a constructor that do not go into the parameter groups."""
 
 
-def invalid(name: str, value: object, allowed: str, remedy: str) -> ValueError:
-    """The one form of message for a bad argument."""
-    return ValueError(f"Invalid {name}={value!r}: must be {allowed}. {remedy}")
-
-
-def is_number(value: Any, *, whole: bool = False) -> bool:
-    """Whether ``value`` is a real (or whole) number, NumPy's included, and not a bool."""
-    return isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+def checked_params(params: Any, optimizer: str) -> Any:
+    """What an optimizer is built over, as torch takes it; what people pass instead is refused in words."""
+    if isinstance(params, nn.Module):
+        found, remedy = "a model", "Pass model.parameters()."
+    elif isinstance(params, type) and issubclass(params, nn.Module):
+        found, remedy = f"the class {params.__name__}", "Build the model, and pass model.parameters()."
+    elif isinstance(params, str) or not isinstance(params, Iterable):
+        found, remedy = shown(params), "Pass model.parameters() (with the parentheses)."
+    else:
+        return params
+    raise TypeError(f"{optimizer}(params): got {found}, must be tensors or parameter groups. {remedy}")
 
 
 def check_parameters(params: Sequence[Tensor]) -> None:
@@ -76,33 +81,42 @@ def check_group(group: dict[str, Any], matrix_prior: bool = False) -> None:
     )
     _number(group, "clip_radius", "a number > 0", lambda v: v > 0, 'Use float("inf") for no clipping.')
     for name in ("antithetic", "centered", "maximize", "capturable", "sampled_fisher", "rescale_lr", "riemannian"):
-        if not isinstance(group.get(name, False), bool):
-            raise invalid(name, group[name], "True or False", f"Pass {name}=True or leave it out.")
+        check_flag(name, group.get(name, False))
     if group.get("sampled_fisher") and group["centered"]:
         raise invalid("centered", True, "False when sampled_fisher=True", "Choose one of the two curvatures.")
     _betas(group)
     check_samples(group)
     check_noise(group)
-    _seed(group["seed"])
+    check_seed(group["seed"])
     _implementation(group)
-    if isinstance(group["prior_precision"], Tensor) and matrix_prior:
-        _matrix_prior(group)
-    _prior(group, matrix_prior)
+    check_prior(group, matrix_prior)
     for name in ("chunk_size", "max_parameters"):
         if name not in group or (name == "chunk_size" and group[name] is None):
             continue
         if not is_number(group[name], whole=True) or group[name] < 1:
             raise invalid(name, group[name], "an integer >= 1", "Leave it out for the default.")
     _hess_init(group)
+    _scales(group)
 
 
 def _number(group: dict[str, Any], name: str, allowed: str, accept: Callable[[float], bool], remedy: str) -> None:
     value = group[name]
-    if isinstance(value, Tensor) and value.numel() == 1 and name == "lr":
-        group[name] = value.reshape(())  # a view: whoever changes the tensor changes the rate
+    if isinstance(value, Tensor) and name == "lr":
+        group[name] = _checked_rate(value)
         value = value.item()
-    if not is_number(value) or not accept(value):
+    if not (is_finite(value) or (is_number(value) and value == math.inf)) or not accept(value):
         raise invalid(name, group[name], allowed, remedy)
+
+
+def _checked_rate(lr: Tensor) -> Tensor:
+    """A step size that is a tensor, as a view: whoever changes the tensor changes the rate."""
+    usable = lr.numel() == 1 and lr.is_floating_point() and lr.layout == torch.strided and not lr.is_meta
+    if not usable or lr.requires_grad:
+        allowed = (
+            "a finite number >= 0, or a tensor with one such number, of a floating-point dtype, without a gradient"
+        )
+        raise invalid("lr", lr, allowed, "Pass e.g. lr=torch.tensor(0.1).")
+    return lr.reshape(())
 
 
 def _betas(group: dict[str, Any]) -> None:
@@ -120,11 +134,11 @@ def _betas(group: dict[str, Any]) -> None:
 def check_samples(group: dict[str, Any]) -> None:
     """Check the number of samples against what the other arguments need of it."""
     count, antithetic, centered = group["mc_samples"], group["antithetic"], group["centered"]
-    if not is_number(count, whole=True) or count < 0:
+    if not is_number(count, whole=True) or not 0 <= count < 2**30:  # a draw has 30 bits for its number
         raise invalid(
             "mc_samples",
             count,
-            "an integer >= 0",
+            "an integer >= 0 (and below 2**30)",
             "0 takes the gradient at the mean, K averages over K samples.",
         )
     if centered and count < 2:
@@ -161,11 +175,6 @@ def check_estimator(estimator: CurvatureEstimator, group: dict[str, Any], optimi
             f"True for {name}",
             "It takes the difference of two gradients; SampleSpread is for independent samples.",
         )
-
-
-def _seed(seed: Any) -> None:
-    if not is_number(seed, whole=True) or not 0 <= seed < 2**64:
-        raise invalid("seed", seed, "an integer in [0, 2**64)", "Pass e.g. seed=0.")
 
 
 def _implementation(group: dict[str, Any]) -> None:
@@ -236,59 +245,6 @@ def check_fused(group: dict[str, Any], optimizer: str, has_kernels: bool) -> Non
             )
 
 
-def _prior(group: dict[str, Any], matrix_prior: bool) -> None:
-    params, precision = group["params"], group["prior_precision"]
-    remedy = "Pass one number for the group, or a list with one tensor per parameter (posterior.as_prior() makes one)."
-    if isinstance(precision, list | tuple):
-        group["prior_precision"] = _per_parameter("prior_precision", precision, params)
-        for tensor in group["prior_precision"]:
-            if not bool((torch.isfinite(here(tensor)) & (here(tensor) >= 0)).all()):
-                raise invalid("prior_precision", "a tensor with bad entries", "finite and >= 0 everywhere", remedy)
-    elif isinstance(precision, Tensor):
-        if not matrix_prior:
-            shape = f"a tensor of shape {tuple(precision.shape)}"
-            hint = "A precision matrix is for VON and VONG; a diagonal optimizer takes the variances only: "
-            hint += "[1 / v for v in posterior.variance.values()]."
-            raise invalid("prior_precision", shape, "a finite number >= 0 or a list of tensors", hint)
-    elif not is_number(precision) or not 0 <= precision < math.inf:
-        raise invalid("prior_precision", precision, "a finite number >= 0 or a list of tensors", remedy)
-    if group["prior_mean"] is not None:
-        if not isinstance(group["prior_mean"], list | tuple):
-            raise invalid("prior_mean", group["prior_mean"], "None or a list of tensors like params", "None means 0.")
-        group["prior_mean"] = _per_parameter("prior_mean", group["prior_mean"], params)
-        for tensor in group["prior_mean"]:
-            if not bool(torch.isfinite(here(tensor)).all()):
-                raise invalid(
-                    "prior_mean",
-                    "a tensor with bad entries",
-                    "finite everywhere",
-                    "Check where it comes from.",
-                )
-
-
-def _matrix_prior(group: dict[str, Any]) -> None:
-    """A precision matrix over all weights of the group, in the order of its parameters."""
-    matrix, size = group["prior_precision"], sum(p.numel() for p in group["params"])
-    if matrix.shape != (size, size):
-        raise ValueError(
-            f"Invalid prior_precision: is a tensor of shape {tuple(matrix.shape)}, must be a number, a list of tensors "
-            f"like params, or a matrix of shape {(size, size)} over all weights of the group, in the order of its "
-            "parameters. With frozen parameters, of which posterior.as_prior() has none, pass only those that require "
-            "a gradient."
-        )
-    wide = matrix.detach().to(device=group["params"][0].device, dtype=torch.float64, copy=True)
-    finite = bool(torch.isfinite(wide).all())
-    symmetric = finite and torch.allclose(wide, wide.T, rtol=1e-8, atol=1e-8 * float(wide.abs().max()))
-    if not symmetric or int(torch.linalg.cholesky_ex(wide).info) != 0:
-        raise invalid(
-            "prior_precision",
-            "a matrix",
-            "symmetric and positive definite",
-            "It is a precision, the inverse of a covariance (posterior.as_prior() makes one).",
-        )
-    group["prior_precision"] = wide
-
-
 _SHARED_BY_GROUPS = (
     "num_data",
     "temperature",
@@ -339,26 +295,6 @@ def check_size(name: str, params: Sequence[Tensor], limit: int) -> None:
         )
 
 
-def _per_parameter(name: str, tensors: Sequence[Any], params: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of ``tensors`` on the devices and in the precision of ``params``, after a check of the shapes."""
-    if len(tensors) != len(params):
-        raise ValueError(
-            f"Invalid {name}: has {len(tensors)} tensors, must have one for each of the group's {len(params)} "
-            "parameters, in their order. With several groups, give each group's dict its own list; with frozen "
-            "parameters, of which posterior.as_prior() has none, pass only those that require a gradient."
-        )
-    copies = []
-    for i, (tensor, p) in enumerate(zip(tensors, params, strict=True)):
-        if not isinstance(tensor, Tensor) or tensor.shape != p.shape:
-            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(
-                f"Invalid {name}[{i}]: is {got}, must be a tensor of its parameter's shape {tuple(p.shape)}. "
-                "The list goes in the order of the parameters."
-            )
-        copies.append(part_of(tensor.detach(), p).to(device=p.device, dtype=compute_dtype(p), copy=True))
-    return copies
-
-
 def _hess_init(group: dict[str, Any]) -> None:
     _number(
         group,
@@ -378,3 +314,31 @@ def _hess_init(group: dict[str, Any]) -> None:
             "> 0 when prior_precision is 0",
             "Without either, the variance is infinite: set hess_init=1 or prior_precision > 0.",
         )
+
+
+def _scales(group: dict[str, Any]) -> None:
+    """Refuse numbers that are fine one by one, and together leave the range of the arithmetic.
+
+    Looked at is what an update makes of them first: ess = N/τ, h + δ with δ = λ/ess, and the precision ess·(h + δ), the
+    inverse of the variance.
+    """
+    wide = all(compute_dtype(p) == torch.float64 for p in group["params"])
+    limits = torch.finfo(torch.float64 if wide else torch.float32)
+    ess, hess, precision = group["num_data"] / group["temperature"], group["hess_init"], group["prior_precision"]
+    if float(group["lr"]) > limits.max:
+        raise invalid("lr", group["lr"], f"<= {limits.max:.2g}, the largest {limits.dtype}", "0.1 is a good first try.")
+    made_of = {"hess_init": hess, "num_data/temperature": ess}
+    if is_number(precision) and limits.tiny <= ess <= limits.max:
+        damped = hess + precision / ess
+        made_of["prior_precision"] = precision
+        made_of["(hess_init + prior_precision*temperature/num_data)"] = damped
+        made_of["num_data/temperature*(hess_init + prior_precision*temperature/num_data)"] = ess * damped
+    for name, value in made_of.items():
+        least = 0.0 if value == 0 and name in ("hess_init", "prior_precision") else limits.tiny
+        if not least <= value <= 1 / limits.tiny:
+            raise invalid(
+                name,
+                value,
+                f"between {limits.tiny:.2g} and {1 / limits.tiny:.2g}, where {limits.dtype} can compute with it",
+                "Choose numbers that are nearer to 1.",
+            )

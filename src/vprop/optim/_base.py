@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from vprop.checks import check_flag, check_model, invalid
 from vprop.curvature import CurvatureEstimator
 from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
-from vprop.optim._arguments import check_fused, check_group, invalid, warn_of_shared_memory
+from vprop.optim._arguments import check_fused, check_group, checked_params, warn_of_shared_memory
 from vprop.optim._checkpoints import CheckpointedOptimizer
 from vprop.optim._closures import mean_result
 from vprop.optim._gathered import drop_gathered
@@ -50,7 +51,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
     """Whether the curvature can be taken from the spread of the samples' gradients."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+        super().__init__(checked_params(params, type(self).__name__), defaults)
         # Lists go with the parameters of the constructor; a group added later has its own or the usual prior.
         for name, usual in (("prior_mean", None), ("prior_precision", 1.0)):
             if isinstance(self.defaults[name], list | tuple | Tensor):
@@ -362,8 +363,8 @@ class VariationalOptimizer(CheckpointedOptimizer):
         whoever writes to the weights or to the state must call that first.
         """
         self._require_one_sample("attach()")
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"attach(model): got {type(model).__name__}, must be the module that is trained.")
+        check_model(model, "attach(model)")
+        check_flag("draw_ahead", draw_ahead)
         drop_gathered(p for group in self.param_groups for p in group["params"] if is_spread(p))
         owned = {id(p) for p in model.parameters()}
         foreign = sum(id(p) not in owned for group in self.param_groups for p in group["params"])

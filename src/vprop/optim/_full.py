@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop import noise
+from vprop.checks import check_model
 from vprop.curvature import CurvatureEstimator, Evidence
 from vprop.functional import full
 from vprop.likelihood import LikelihoodLike
@@ -340,6 +341,7 @@ class FullOptimizer(VariationalOptimizer):
 
         Names, and the order of the covariance's rows, are those of ``model.named_parameters()``.
         """
+        check_model(model, "posterior(model)")
         model = unwrapped(model)
         self._report_unusable(deferred=True)
         named = named_members(model, self._members())

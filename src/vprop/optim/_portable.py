@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vprop import noise
 from vprop.bundles import gather, gather_or_number, scatter_
+from vprop.checks import check_model
 from vprop.curvature import CurvatureEstimator, Evidence, Folded
 from vprop.functional import diagonal
 from vprop.likelihood import LikelihoodLike
@@ -318,6 +319,7 @@ class PortableDiagonal(VariationalOptimizer):
         are constants of the model. ``likelihood`` (a kind, or the likelihood module that was the loss) and
         ``noise_variance`` are what ``predict`` assumes by default.
         """
+        check_model(model, "posterior(model)")
         model = unwrapped(model)
         drop_gathered(member.p for member in self._members() if member.local is not member.p)
         self._report_unusable(deferred=True)

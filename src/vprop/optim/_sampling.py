@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from vprop.optim._arguments import check_samples, invalid
+from vprop.checks import check_flag, invalid, is_number
+from vprop.optim._arguments import check_samples
 from vprop.optim._ledger import Holder, Ledger, forget_casts, note_hooks
 from vprop.optim._plans import KeptWeights, Plan
 from vprop.optim._ranks import has_own_noise
@@ -89,6 +90,9 @@ class SamplingOptimizer(Optimizer):
         nothing of the training run changes.
         """
         self._refuse_inside_sample("sampled_params()")
+        check_flag("train", train)
+        if not is_number(sample, whole=True):
+            raise invalid("sample", sample, "the number of a sample", "Leave it out, or see train=False to evaluate.")
         if not train:
             with self._active_evaluation(sample):
                 yield

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vprop.optim._arguments import invalid, is_number
+from vprop.checks import invalid, is_number
 from vprop.optim._members import Marginal
 from vprop.placement import sums
 

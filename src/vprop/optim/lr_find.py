@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vprop.checks import check_loss, check_model, invalid, is_finite, is_number, shown
 from vprop.objective import LossFunction, Objective
-from vprop.optim._arguments import invalid, is_number
 from vprop.optim._base import VariationalOptimizer
 from vprop.optim._ranks import average_over_ranks
 from vprop.placement import is_spread
@@ -26,6 +26,10 @@ AS_GOOD = 0.98
 """The suggestion is the smallest lr that gained, over the slowest, this share of what the best one gained."""
 JUDGED = 0.2
 """The share of a trial, its end, whose mean loss is compared."""
+LARGEST = torch.finfo(torch.float32).max
+"""A larger lr is infinite in the arithmetic of float32 weights."""
+MOST_STEPS = 1_000_000
+"""Of a trial, whose batches are all kept: more is no short training."""
 HOPELESS = 10.0
 """A trial whose loss is this many times that of its start is given up."""
 
@@ -80,8 +84,9 @@ def lr_find(
     >>> trials.suggestion in trials.lrs
     True
     """
-    if not is_number(steps, whole=True) or steps < 10:
-        raise invalid("steps", steps, "an integer >= 10", "100 is the default.")
+    _check_arguments(optimizer, model, loss_fn, loader)
+    if not is_number(steps, whole=True) or not 10 <= steps <= MOST_STEPS:
+        raise invalid("steps", steps, f"an integer >= 10 (and <= {MOST_STEPS})", "100 is the default.")
     own = [float(group["lr"]) for group in optimizer.param_groups]
     if not all(own):
         raise invalid("lr", own[0], "> 0 for lr_find", "Build the optimizer with its default lr.")
@@ -214,8 +219,30 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
         yield from chain([first], batches)
 
 
+def _check_arguments(optimizer: Any, model: Any, loss_fn: Any, loader: Any) -> None:
+    if not isinstance(optimizer, VariationalOptimizer):
+        raise TypeError(
+            f"lr_find(optimizer, …): got {type(optimizer).__name__}, must be an optimizer of vprop. Pass e.g. "
+            "vprop.Vprop(model.parameters(), num_data=...)."
+        )
+    check_model(model, "lr_find(…, model, …)")
+    check_loss(loss_fn, "lr_find(…, loss_fn, …)")
+    if isinstance(loader, str) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"lr_find(…, loader): got {shown(loader)}, must be an iterable of (x, y) batches. Pass a DataLoader or a "
+            "list of (x, y) batches."
+        )
+    owned = {id(p) for module in (model, loss_fn) if isinstance(module, nn.Module) for p in module.parameters()}
+    foreign = sum(id(p) not in owned for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if foreign:
+        raise ValueError(
+            f"lr_find(optimizer, model, …): {foreign} of the optimizer's parameters are not parameters of this model. "
+            "Pass the module the optimizer was built from, or one that contains all of them."
+        )
+
+
 def _checked(lrs: Sequence[float]) -> list[float]:
-    values = list(lrs)
-    if not values or not all(is_number(lr) and 0 < lr < math.inf for lr in values):
+    values = list(lrs) if isinstance(lrs, Iterable) else []
+    if not values or not all(is_finite(lr) and 0 < lr <= LARGEST for lr in values):
         raise invalid("lrs", lrs, "finite numbers > 0", "E.g. lrs=[0.03, 0.1, 0.3, 1].")
     return [float(lr) for lr in values]

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from vprop.checks import invalid
 from vprop.curvature import NAMES, CurvatureEstimator, by_name
 from vprop.functional import diagonal
-from vprop.optim._arguments import NOT_HYPERPARAMETERS, invalid
+from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim._diagonal import DiagonalOptimizer
 from vprop.optim.auto_prior import PriorPrecision
 

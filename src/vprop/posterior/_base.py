@@ -7,13 +7,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from vprop.checks import check_loss, check_num_samples, check_seed
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
 from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, batch_size_of, call_model
@@ -62,7 +62,7 @@ class Posterior(ABC):
         self.mean = mean
         self.prior = prior
         self.ess = ess
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.snapshot = snapshot
         if buffers is None:
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -121,7 +121,7 @@ class Posterior(ABC):
         The same ``seed`` gives the same draw; without one every call draws afresh.
         """
         if seed is not None:
-            return self._in_model_dtypes(self._draw(seed, 0))
+            return self._in_model_dtypes(self._draw(check_seed(seed), 0))
         with _COUNTING:
             draw = self._draws
             self._draws += 1
@@ -144,7 +144,7 @@ class Posterior(ABC):
         :class:`Prediction`); by default what the posterior was made with. Nothing of the model is changed meanwhile:
         any number of threads may predict at once, while another one trains.
         """
-        check_num_samples(num_samples)
+        num_samples, seed = check_num_samples(num_samples), check_seed(seed)
         refuse_spread(self.model, "predict()")
         likelihood = self.likelihood if likelihood is None else likelihood
         if noise_variance is None and likelihood == "gaussian":
@@ -173,13 +173,19 @@ class Posterior(ABC):
         return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}
 
     def _check_names(self, weights: Mapping[str, Tensor]) -> None:
+        if not isinstance(weights, Mapping):
+            raise TypeError(
+                f"log_prob(weights): got {type(weights).__name__}, must be a dict of tensors by the names of "
+                "posterior.mean. posterior.sample() gives one; dict(model.named_parameters()) is one."
+            )
         missing = sorted(set(self.mean) - set(weights))
         if missing:
             raise ValueError(
                 f"log_prob(weights): weights lack {missing}. Pass a dict with the names of posterior.mean."
             )
         for name, mean in self.mean.items():
-            shape = tuple(weights[name].shape)
+            value = weights[name]
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if shape != mean.shape:
                 raise ValueError(f"log_prob(weights): {name!r} has shape {shape}, must have {tuple(mean.shape)}.")
 
@@ -221,7 +227,7 @@ class Posterior(ABC):
         seed: int = 0,
     ) -> ElboEstimate:
         """The ELBO with its two parts and the standard error of the Monte Carlo average."""
-        check_num_samples(num_samples)
+        num_samples, seed = check_num_samples(num_samples), check_seed(seed)
         if self.ess is None:
             raise ValueError(
                 "The ELBO needs one effective sample size, but the optimizer's groups have different num_data or "
@@ -254,6 +260,13 @@ class Posterior(ABC):
     def _batches(
         self, objective: Objective | Iterable[Any], loss_fn: LossFunction | None
     ) -> Iterator[tuple[Any, Any, LossFunction]]:
+        if not isinstance(objective, Iterable | Objective):
+            raise TypeError(
+                f"elbo(objective): got {type(objective).__name__}, must be a vprop.Objective or a loader of batches. "
+                "Pass vprop.Objective(model, loss_fn, x, y), or a DataLoader with loss_fn=..."
+            )
+        if loss_fn is not None:
+            check_loss(loss_fn, "elbo(loader, loss_fn=...)")
         for batch in [objective] if isinstance(objective, Objective) else objective:
             if isinstance(batch, Objective):
                 yield batch.x, batch.y, batch.loss_fn
@@ -263,6 +276,11 @@ class Posterior(ABC):
                     "mean negative log-likelihood of a batch."
                 )
             else:
+                if not isinstance(batch, tuple | list) or len(batch) != 2:
+                    raise TypeError(
+                        f"elbo(loader): got a batch of type {type(batch).__name__}, must be a pair (x, y) with "
+                        "loss_fn(model(x), y) its loss. Several inputs go into one x, a tuple or a dict."
+                    )
                 x, y = batch
                 yield x, y, loss_fn
 
@@ -276,9 +294,3 @@ def _size_of_batch(watch: LossWatch, loss: Tensor, y: Any) -> float:
         )
     terms = watch.terms_of(loss)
     return float(batch_size_of(y) if terms is None else terms)
-
-
-def check_num_samples(num_samples: int) -> None:
-    """Refuse what is no number of samples."""
-    if isinstance(num_samples, bool) or not isinstance(num_samples, Integral) or int(num_samples) < 1:
-        raise ValueError(f"Invalid num_samples={num_samples!r}: must be an integer >= 1. 32 is the default.")

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from vprop.checks import shown
 from vprop.likelihood import LikelihoodLike
 from vprop.placement import as_tensor
 from vprop.posterior._base import Posterior
@@ -32,6 +33,11 @@ def checked(posteriors: Iterable[Posterior]) -> list[Posterior]:
     """The posteriors, if they can be merged, with the rows of all matrices in the order of the first."""
     if isinstance(posteriors, Posterior):
         raise TypeError("merge(posteriors): is one posterior, must be a list of them. Pass merge([...]).")
+    if isinstance(posteriors, str) or not isinstance(posteriors, Iterable):
+        raise TypeError(
+            f"merge(posteriors): got {shown(posteriors)}, must be a list of posteriors. Make each with "
+            "optimizer.posterior(model) or vprop.load_posterior(path, model)."
+        )
     shards = list(posteriors)
     if not shards:
         raise ValueError("merge(posteriors): there are none, must be at least one. Pass a list of posteriors.")
@@ -65,8 +71,33 @@ def _check_shard(first: Posterior, shard: Posterior, number: int) -> None:
                 f"merge(posteriors): {name!r} has shape {shapes.get(name)} in number 0 and {others.get(name)} in "
                 f"number {number} (None: not there); must agree. Train all shards on the same model."
             )
+    _check_numbers(shard, number)
     if shard.model is not first.model:
         _check_constants(first, shard, number)
+
+
+def _check_numbers(shard: Posterior, number: int) -> None:
+    """Refuse a shard that diverged, or is certain: its NaN or infinity would become that of the whole."""
+    checks = [("mean", shard.mean, False), ("variance", shard.variance, True), ("prior mean", shard.prior.mean, False)]
+    for what, tensors, positive in checks:
+        for name, tensor in tensors.items():
+            if not bool((torch.isfinite(tensor) & ((tensor > 0) if positive else True)).all()):
+                raise ValueError(
+                    f"merge(posteriors): the {what} of {name!r} in number {number} has entries that are NaN or infinite"
+                    f"{' or not positive' if positive else ''}, must be finite{' and > 0' if positive else ''}. Leave "
+                    "that posterior out, or train it again with a lower lr."
+                )
+    check_prior_precision(shard.prior.precision, f"merge(posteriors): the prior of number {number}")
+
+
+def check_prior_precision(precision: dict[str, Tensor], where: str) -> None:
+    """Refuse precisions that no prior can have."""
+    for name, tensor in precision.items():
+        if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
+            raise ValueError(
+                f"{where}: its precision of {name!r} has entries that are NaN, infinite or negative, must be finite "
+                "and >= 0. 0 is a flat prior."
+            )
 
 
 def _check_constants(first: Posterior, shard: Posterior, number: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from vprop.checks import is_number
 from vprop.likelihood import LikelihoodLike
 from vprop.placement import as_tensor
 from vprop.posterior import _shards
@@ -222,14 +223,20 @@ def _checked_prior(first: Posterior, prior: GaussianPrior) -> GaussianPrior:
     precision: dict[str, Tensor] = {}
     for name, own_mean in first.mean.items():
         for kind, checked in (("mean", mean), ("precision", precision)):
-            value = getattr(prior, kind).get(name)
-            shape = None if value is None else tuple(as_tensor(value).shape)
+            values = getattr(prior, kind)
+            value = values.get(name) if isinstance(values, Mapping) else None
+            shape = tuple(as_tensor(value).shape) if isinstance(value, Tensor) or is_number(value) else None
             if shape not in ((), tuple(own_mean.shape)):
                 raise ValueError(
                     f"Invalid prior: its {kind} of {name!r} has shape {shape}, must be () or {tuple(own_mean.shape)}. "
                     "Give a mean and a precision for every name in posterior.mean."
                 )
             checked[name] = as_tensor(value).detach().to(own_mean)
+            if not bool(torch.isfinite(checked[name]).all()):
+                raise ValueError(
+                    f"Invalid prior: its {kind} of {name!r} has entries that are NaN or infinite. Mend them."
+                )
+    _shards.check_prior_precision(precision, "Invalid prior")
     matrix = prior.precision_matrix
     if matrix is not None:
         shape, size = tuple(matrix.shape), first.num_parameters

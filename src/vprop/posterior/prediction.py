@@ -35,6 +35,12 @@ class Prediction:
         likelihood: LikelihoodLike | None = None,
         noise_variance: float | Tensor | None = None,
     ) -> None:
+        if not isinstance(samples, Tensor) or samples.dim() == 0 or len(samples) == 0:
+            found = tuple(samples.shape) if isinstance(samples, Tensor) else type(samples).__name__
+            raise ValueError(
+                f"Invalid samples: is {found}, must be a tensor with at least one sample in its first dimension. "
+                "posterior.predict(x) makes one; torch.stack([...]) puts several outputs together."
+            )
         self.samples = samples
         self.likelihood: Likelihood | None
         self.likelihood, self._noise_variance = snapshot_likelihood(likelihood, noise_variance)

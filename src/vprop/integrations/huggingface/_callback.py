@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from vprop.checks import check_num_samples, check_seed
 from vprop.integrations.huggingface._loss_scale import LossScaleCheck
 from vprop.integrations.huggingface._optimizer import check_for_trainer, is_attached, variational_optimizer
 from vprop.integrations.huggingface._scores import LOWER_IS_BETTER, score
@@ -18,7 +19,6 @@ from vprop.likelihood import LikelihoodLike, snapshot_likelihood
 from vprop.optim import VariationalOptimizer
 from vprop.optim._hooks import Attachment
 from vprop.placement import sums
-from vprop.posterior._base import check_num_samples
 
 
 class PosteriorCallback(TrainerCallback):
@@ -62,7 +62,7 @@ class PosteriorCallback(TrainerCallback):
             check_num_samples(num_samples)
         snapshot_likelihood(likelihood, noise_variance)  # refuses what is none
         self.num_samples = num_samples
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.likelihood = likelihood
         self.noise_variance = noise_variance
         self._attachment: Attachment | None = None

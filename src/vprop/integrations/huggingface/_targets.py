@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vprop.checks import check_model
 from vprop.likelihood import Likelihood
 from vprop.placement import as_tensor
 
@@ -27,6 +28,12 @@ def num_targets(examples: Iterable[Any], model: nn.Module, *, label_name: str = 
     >>> num_targets([{"labels": [5, 7, -100]}], torch.nn.Linear(1, 2))
     2
     """
+    check_model(model, "num_targets(examples, model)")
+    if not isinstance(examples, Iterable):
+        raise TypeError(
+            f"num_targets(examples, model): got {type(examples).__name__}, must be the training set or a loader over "
+            "it. Pass the train_dataset of the Trainer."
+        )
     shift, total = shifts_labels(model), 0
     for example in examples:
         if not isinstance(example, Mapping) or label_name not in example:

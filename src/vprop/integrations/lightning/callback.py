@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from vprop.checks import check_num_samples, check_seed
 from vprop.integrations.lightning._framework import callback_class
 from vprop.integrations.lightning._optimizers import from_checkpoint, summary, variational, variational_of
 from vprop.integrations.lightning._scores import Evidence, evidence, gathered, scores
@@ -18,7 +19,6 @@ from vprop.likelihood import LikelihoodLike, snapshot_likelihood
 from vprop.optim import VariationalOptimizer
 from vprop.optim._hooks import _BeforeStateDict
 from vprop.posterior import Posterior
-from vprop.posterior._base import check_num_samples
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -76,7 +76,7 @@ class PosteriorCallback(Callback):
         self.likelihood = likelihood
         self.noise_variance = noise_variance
         self.num_samples = num_samples
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.every_n_steps = every_n_steps
         self._forward = inputs_and_targets if forward is None else forward
         self._stepping: list[Optimizer] = []

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from vprop.optim._arguments import invalid, is_number
+from vprop.checks import invalid, is_finite, is_number
 
 
 def check_number(estimator: Any, name: str, allowed: str, accept: Callable[[float], bool], remedy: str) -> None:
     """Refuse an argument that is no number, or not one of those allowed."""
     value = getattr(estimator, name)
-    if not is_number(value) or not accept(value):
+    if not is_finite(value) or not accept(value):
         raise invalid(name, value, allowed, remedy)
 
 

@@ -190,10 +190,11 @@ def page(
 ) -> None:
     """Make the tables of Markdown pages anew from result files."""
     with _session(None) as console:
+        from vprop.files import write_text
         from vprop.lab.bench.page import filled
 
         for path in pages:
-            path.write_text(filled(path.read_text(), results))
+            write_text(path, filled(path.read_text(encoding="utf-8"), results))
             console.print(f"Tables of {path} are those of {results}.")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from vprop.files import write_text
 from vprop.lab.comparison import nuts
 from vprop.lab.comparison.page import load_results, new_page, places, with_tables
 from vprop.lab.comparison.protocol import compare
@@ -77,7 +78,7 @@ def draw(request: Request, console: Console) -> Path:
     else:
         target = request.page
         text = with_tables(target.read_text(encoding="utf-8"), results)
-    target.write_text(text, encoding="utf-8")
+    write_text(target, text)
     console.print(f"Tables: {target}", soft_wrap=True)
     return target
 

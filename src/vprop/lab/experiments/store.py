@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import vprop
+from vprop.files import write_text
 from vprop.lab.experiments import sources
 
 
@@ -48,13 +47,7 @@ class Store:
 
 
 def write_json(path: Path, value: dict[str, Any], indent: int | None = None) -> None:
-    """Write next to the target and rename, which replaces it at once."""
+    """Make ``value`` the content of a file, at once, in a folder that is made if it is not there."""
+    text = json.dumps(value, indent=indent, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(value, file, indent=indent, allow_nan=False)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_text(path, text)

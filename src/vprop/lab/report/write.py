@@ -7,6 +7,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
+from vprop.files import write_text
 from vprop.lab.report import page, static
 from vprop.lab.report.schema import checked, kind_of
 from vprop.lab.report.style import Styles
@@ -34,5 +35,5 @@ def write_report(results: dict[str, dict[str, Any]], out: Path) -> Path:
         elif kind == "memory":
             static.draw_memory(result, styles, figures)
     target = folder / "index.html"
-    target.write_text(html, encoding="utf-8")
+    write_text(target, html)
     return target
