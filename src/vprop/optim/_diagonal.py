@@ -218,7 +218,6 @@ class DiagonalOptimizer(PortableDiagonal):
         step = Step(
             noise=noise,
             sampled=active is not None and active.noise == noise and active.means is None,
-            next_source=None,
             curvature=curvature,
             scale=scale,
             rule=rule,
