@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.harness import assert_same_run, closure_step, make_batch, make_model, split, train
+from tests.harness import assert_same_run, attached_step, closure_step, make_batch, make_model, split, train
 from tests.table import cases
 from vprop import Vprop, load_posterior
 from vprop.noise import Draw, normal, normals_like, portable_normal
@@ -133,18 +133,16 @@ def test_a_step_after_a_capture_reads_its_own_gradients():
 
 
 @pytest.mark.parametrize("case", cases(at_most_samples=1, any_loop=True, has_hess=True))
-def test_drawing_ahead_changes_nothing(case):
+def test_an_attached_model_trains_as_with_a_closure(case):
     runs = []
-    for ahead in (False, True):
+    for loop in (attached_step, closure_step):
         model = make_model().cuda()
         optimizer = case(model.parameters())
-        attachment = optimizer.attach(model, draw_ahead=ahead)
+        attachment = optimizer.attach(model) if loop is attached_step else None
         for step in range(5):
-            x, y = (tensor.cuda() for tensor in make_batch(seed=step))
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        attachment.remove()
+            loop(optimizer, model, [[tensor.cuda() for tensor in make_batch(seed=step)]])
+        if attachment is not None:
+            attachment.remove()
         runs.append(to_cpu(model, optimizer))
     assert_same_run(*runs, rtol=1e-6, atol=1e-7)
 

@@ -106,11 +106,12 @@ def test_after_a_step_the_new_weights_are_seen(ranks, arguments) -> None:
 def what_a_rank_saves() -> tuple[Tensor, Tensor]:
     """Of a model that is left with a sample in its weights, through the model inside the wrapper."""
     model, optimizer = start("ddp", "Vprop", {"hess_init": 0.01}, torch.float32)
-    optimizer.attach(model, draw_ahead=True)
+    optimizer.attach(model)
     x, y = make_batch(8)
     for _ in range(2):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+    model(x)
     saved = model.module.state_dict()["0.weight"].clone()
     optimizer.discard_samples()
     return saved, model.module[0].weight.detach().clone()

@@ -194,7 +194,6 @@ NOISE = Noise(seed=2**40 + 77, source=5, sign=1, ess=50.0, damping=0.02)
 STEP = Step(
     noise=NOISE,
     sampled=True,
-    next_source=None,
     curvature=Curvature.SQUARE,
     scale=0.7,
     rule=Rule.CLAMPED,
@@ -208,11 +207,10 @@ STEP = Step(
 # -- what should come out ------------------------------------------------------------------------------------------
 
 
-def row_normals(kernels, problem, i, noise, step, source=None):
+def row_normals(kernels, problem, i, noise, step):
     size = problem.roles[Role.WEIGHT][i].numel()
-    source = noise.source if source is None else source
     normals = kernels.normals(
-        0, size, seed=noise.seed, parameter=problem.numbers[i], step=step & 0xFFFFFFFF, source=source
+        0, size, seed=noise.seed, parameter=problem.numbers[i], step=step & 0xFFFFFFFF, source=noise.source
     )
     return normals.double()
 
@@ -270,27 +268,16 @@ class Expected:
 def reference(kernels, problem, i, step) -> Expected:
     row, takes_part = problem.row(i), i not in problem.without_grad
     mean, mean_error = mean_before(kernels, problem, i, step)
-    _, damping = width(row, step.noise)
-    hess, hess_error = row[Role.HESS], torch.zeros_like(row[Role.HESS])
-    expected = Expected({Role.HESS: (hess, hess_error)})
-    if Role.MOMENTUM in row:
-        expected.results[Role.MOMENTUM] = (row[Role.MOMENTUM], torch.zeros_like(hess))
+    expected = Expected({})
+    for role in {Role.HESS, Role.MOMENTUM} & set(row):
+        expected.results[role] = (row[role], torch.zeros_like(row[role]))
     if takes_part:
         mean, mean_error = _after_update(kernels, problem, i, step, mean, mean_error, expected)
-        hess, hess_error = expected.results[Role.HESS]
     if Role.MEAN in row:
         expected.results[Role.MEAN] = (mean, mean_error)
-    weight, weight_error = mean, mean_error
-    if step.next_source is not None:
-        new_sigma, _ = width(row | {Role.HESS: hess}, step.noise)
-        count = problem.first_step + problem.counts[i]
-        offset = new_sigma * row_normals(kernels, problem, i, step.noise, count, step.next_source)
-        floored = (hess + damping).clamp_min(1e-3 * damping)
-        relative = EPS * (hess.abs() + damping) / floored + hess_error / floored
-        weight, weight_error = mean + offset, mean_error + offset.abs() * relative + EPS * (mean.abs() + offset.abs())
     dtype = problem.roles[Role.WEIGHT][i].dtype
-    rounding = 0 if dtype == torch.float32 else UNIT[dtype] * (weight.abs() + weight_error) + SUBNORMAL[dtype]
-    expected.results[Role.WEIGHT] = (weight, weight_error + rounding)
+    rounding = 0 if dtype == torch.float32 else UNIT[dtype] * (mean.abs() + mean_error) + SUBNORMAL[dtype]
+    expected.results[Role.WEIGHT] = (mean, mean_error + rounding)
     return expected
 
 

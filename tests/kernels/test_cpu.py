@@ -29,7 +29,7 @@ def threads():
 @each_library
 def test_threads_change_no_bit(library, threads):
     given = problem([(50, 1000), (3,), (300_003,), (0,), (5, 7)], layouts=("contiguous", "permuted"), momentum=True)
-    step = replace(STEP, next_source=3, clip_radius=1.0)
+    step = replace(STEP, clip_radius=1.0)
     results = []
     for number in (1, 2, 3, 2):
         threads(number)

@@ -114,14 +114,13 @@ def test_any_slice_without_the_rest(kernels, start, stop):
 @pytest.mark.parametrize("rule", Rule)
 @pytest.mark.parametrize("curvature", Curvature)
 def test_every_kind_of_step(kernels, curvature, rule):
-    for momentum, prior, clips, maximize, sampled, draws in kernels.choices(6):
+    for momentum, prior, clips, maximize, sampled in kernels.choices(5):
         step = replace(
             STEP,
             noise=replace(NOISE, sign=-1 if maximize else 1),
             curvature=curvature,
             rule=rule,
             sampled=sampled,
-            next_source=9 if draws else None,
             clip_radius=1.5 if clips else math.inf,
             grad_sign=-1 if maximize else 1,
             betas=(0.9 if momentum else 0.0, 0.95),
@@ -149,7 +148,7 @@ shapes = st.lists(
     momentum=st.booleans(),
     prior=st.booleans(),
     sampled=st.booleans(),
-    draws=st.booleans(),
+    source=st.sampled_from([5, 2**31 + 1]),
     curvature=st.sampled_from(Curvature),
     rule=st.sampled_from(Rule),
     clips=st.booleans(),
@@ -158,8 +157,8 @@ shapes = st.lists(
     data=st.data(),
 )
 def _check_shapes_strides_and_types(
-    kernels, shapes, layouts, dtype, grad_dtype, momentum, prior, sampled, draws, curvature, rule, clips, first_step,
-    betas, data,
+    kernels, shapes, layouts, dtype, grad_dtype, momentum, prior, sampled, source, curvature, rule, clips,
+    first_step, betas, data,
 ):  # fmt: skip
     grad_less = data.draw(st.sets(st.sampled_from(range(len(shapes)))))
     given = problem(
@@ -174,10 +173,10 @@ def _check_shapes_strides_and_types(
     )
     step = replace(
         STEP,
+        noise=replace(NOISE, source=source),
         curvature=curvature,
         rule=rule,
         sampled=sampled,
-        next_source=2**31 + 1 if draws else None,
         clip_radius=2.0 if clips else math.inf,
         betas=betas,
     )
@@ -216,8 +215,7 @@ def test_an_unusable_element_is_left_out(kernels, bad, role, clip_radius):
 def test_a_parameter_that_never_took_part(kernels, rule):
     """Its count is zero, and so is what its averages would be divided by."""
     given = problem([(9,), (5,)], momentum=True, counts=[0, 1], without_grad={0})
-    for draws in (False, True):
-        check_step(kernels, given, replace(STEP, rule=rule, next_source=3 if draws else None))
+    check_step(kernels, given, replace(STEP, rule=rule))
 
 
 @each_version
@@ -277,18 +275,17 @@ test_a_sample_and_back, test_a_sample_and_back_in_triton = _check_a_sample_and_b
     data=st.data(),
 )
 def _check_steps_take_out_what_samples_put_in(kernels, shapes, layouts, dtype, prior, curvature, rule, data):
-    """Whether the sample is taken out by the step or before it, and drawn by the last step or after it."""
+    """Whether the sample is taken out by the step or before it."""
     grad_less = data.draw(st.sets(st.sampled_from(range(len(shapes)))))
     given = problem(shapes, layouts=layouts, dtype=dtype, prior=prior, without_grad=grad_less).copy(kernels.device)
     before = replace(given, counts=[n - (i not in grad_less) for i, n in enumerate(given.counts)])
     kernels.perturb(before.table(), NOISE, 1)
-    step = replace(STEP, curvature=curvature, rule=rule, next_source=7)
+    step = replace(STEP, curvature=curvature, rule=rule)
 
     fused, single = given.copy(), given.copy()
     kernels.step(fused.table(), step)
     kernels.perturb(replace(single, counts=before.counts).table(), NOISE, -1)
-    kernels.step(single.table(), replace(step, sampled=False, next_source=None))
-    kernels.perturb(single.table(), replace(NOISE, source=7), 1)
+    kernels.step(single.table(), replace(step, sampled=False))
     for role, tensors in fused.roles.items():
         for ours, other in zip(tensors, single.roles[role], strict=True):
             assert torch.equal(ours, other), role
@@ -349,7 +346,7 @@ def test_a_part_of_a_parameter_has_the_noise_of_its_place_in_the_whole(kernels, 
         numbers=whole.numbers * len(pieces),
         first_blocks=[a // 4 for a, _ in pieces],
     )
-    step = replace(STEP, curvature=curvature, sampled=True, next_source=9, betas=(0.9, 0.95))
+    step = replace(STEP, curvature=curvature, sampled=True, betas=(0.9, 0.95))
     done = []
     for case in (whole.copy(kernels.device), parts.copy(kernels.device)):
         kernels.perturb(case.table(), step.noise, 1)

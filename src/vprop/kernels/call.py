@@ -56,8 +56,6 @@ class Step:
     """Of the sample that the gradients were taken at. Its ``ess`` and ``damping`` are those of the update, too."""
     sampled: bool
     """Whether that sample is still in the weights, and has to be taken out."""
-    next_source: int | None
-    """Where the next sample, which is left in the weights, is drawn from; ``None`` leaves the mean in them."""
     curvature: Curvature
     scale: float
     rule: Rule

@@ -176,9 +176,7 @@ typedef struct {
 
 typedef struct {
     Noise noise;
-    int32_t sampled, draws_next;
-    uint32_t next_source;
-    int32_t curvature, rule, grad_sign;
+    int32_t sampled, curvature, rule, grad_sign;
     double scale, lr, beta1, beta2, clip_radius;
 } Step;
 
@@ -679,7 +677,6 @@ static float debias(double beta, int64_t step) { return beta > 0 ? (float)(-1 / 
 /* One update of mean and curvature; adds to `counts` how many elements were unusable, and clipped. */
 void step(const Table *table, const Step *step, int64_t low, int64_t high, int64_t counts[2]) {
     const Noise *noise = &step->noise;
-    const Width next_width = width_of(noise, 1);
     Update u = {
         .width = width_of(noise, noise->sign),
         .grad_sign = (float)step->grad_sign,
@@ -690,7 +687,7 @@ void step(const Table *table, const Step *step, int64_t low, int64_t high, int64
         .weight1 = (float)(1 - step->beta1),
         .weight2 = (float)(1 - step->beta2),
     };
-    float values[CHUNK + GROUP] __attribute__((aligned(64))), next_values[CHUNK + GROUP] __attribute__((aligned(64)));
+    float values[CHUNK + GROUP] __attribute__((aligned(64)));
     Chunk chunk;
     for (int64_t number = row_with(table, low); starts_before(table, number, high); number++) {
         const Row row = row_of(table, number);
@@ -698,7 +695,6 @@ void step(const Table *table, const Step *step, int64_t low, int64_t high, int64
         const bool takes_part = row.base[GRAD], has_mean = row.base[MEAN];
         const bool needs_noise = (step->sampled && !has_mean) || (takes_part && step->curvature == PRICE);
         const Draw draw = draw_of(noise->seed, row.parameter, row.step - takes_part, noise->source);
-        const Draw next = draw_of(noise->seed, row.parameter, row.step, step->next_source);
         unsigned roles = BIT(WEIGHT) | BIT(HESS) | BIT(MEAN) | BIT(PRIOR_PRECISION), written = BIT(WEIGHT) | BIT(MEAN);
         if (takes_part) {
             roles |= BIT(MOMENTUM) | BIT(PRIOR_MEAN) | BIT(GRAD);
@@ -709,13 +705,10 @@ void step(const Table *table, const Step *step, int64_t low, int64_t high, int64
         }
         EACH_CHUNK(first, stop, n) {
             open_chunk(&chunk, &row, first, n, roles);
-            const int64_t element = 4 * row.first_block + first;
-            if (needs_noise) normals(values, element, n, &draw, chunk.lane);
-            if (step->draws_next) normals(next_values, element, n, &next, needs_noise ? (Lanes){{0}} : chunk.lane);
+            if (needs_noise) normals(values, 4 * row.first_block + first, n, &draw, chunk.lane);
             if (step->sampled) restore(chunk.lane, values, n, u.width);
             else if (has_mean) reconcile(chunk.lane.of[MEAN], chunk.lane.of[WEIGHT], n, row.type[WEIGHT]);
             if (takes_part) update(chunk.lane, values, n, &u, counts, step->curvature, step->rule);
-            if (step->draws_next) sample(chunk.lane, next_values, n, next_width);
             close_chunk(&chunk, written);
         }
     }

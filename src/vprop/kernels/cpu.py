@@ -84,8 +84,6 @@ class _Step(ctypes.Structure):
     _fields_ = (
         ("noise", _Noise),
         ("sampled", ctypes.c_int32),
-        ("draws_next", ctypes.c_int32),
-        ("next_source", ctypes.c_uint32),
         ("curvature", ctypes.c_int32),
         ("rule", ctypes.c_int32),
         ("grad_sign", ctypes.c_int32),
@@ -203,8 +201,6 @@ def _step(step: Step) -> _Step:
     return _Step(
         _noise(step.noise),
         step.sampled,
-        step.next_source is not None,
-        step.next_source or 0,
         step.curvature,
         step.rule,
         step.grad_sign,

@@ -183,21 +183,21 @@ def _perturb(
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "first_step", "source", "next_source", "sign", "key0", "key1", "ess", "damping", "scale", "lr",
+        "rows", "first_step", "source", "sign", "key0", "key1", "ess", "damping", "scale", "lr",
         "weight1", "weight2", "log_beta1", "log_beta2", "clip_radius", "grad_sign",
     ]
 )  # fmt: skip
 def step_kernel(
     columns, tile_rows, geometry, steps, unusable, clipped,
-    rows, first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
+    rows, first_step, key0, key1, source, sign, ess, damping, scale, lr,
     weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
-    SAMPLED: tl.constexpr, DRAWS_NEXT: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
+    SAMPLED: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
     CLIPS: tl.constexpr, LR_ON_DEVICE: tl.constexpr,
     DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One step: the sample out, mean and curvature updated, and perhaps the next sample in."""
+    """One step: the sample out, mean and curvature updated."""
     part = tl.program_id(0)
     tile = part // (_TILE // BLOCK)
     row = tl.load(tile_rows + tile).to(tl.int64)
@@ -209,17 +209,17 @@ def step_kernel(
     if start + BLOCK <= size:
         _step(
             columns, geometry, steps, unusable, clipped, rows, row, start, size,
-            first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
+            first_step, key0, key1, source, sign, ess, damping, scale, lr,
             weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
-            SAMPLED, DRAWS_NEXT, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
+            SAMPLED, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
             HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, False,
         )  # fmt: skip
     elif start < size:
         _step(
             columns, geometry, steps, unusable, clipped, rows, row, start, size,
-            first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
+            first_step, key0, key1, source, sign, ess, damping, scale, lr,
             weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
-            SAMPLED, DRAWS_NEXT, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
+            SAMPLED, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
             HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, True,
         )  # fmt: skip
 
@@ -227,9 +227,9 @@ def step_kernel(
 @triton.jit
 def _step(
     columns, geometry, steps, unusable, clipped, rows, row, start, size,
-    first_step, key0, key1, source, next_source, sign, ess, damping, scale, lr,
+    first_step, key0, key1, source, sign, ess, damping, scale, lr,
     weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
-    SAMPLED: tl.constexpr, DRAWS_NEXT: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
+    SAMPLED: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
     CLIPS: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr, HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
@@ -357,9 +357,6 @@ def _step(
         _write(momenta, tl.where(usable, new_momentum, momentum), mask, MASKED)
     if HAS_MEAN:
         _write(means, new_mean, mask, MASKED)
-    if DRAWS_NEXT:
-        noise = normals(block, parameter, count, next_source, key0, key1, BLOCK // 4)
-        new_mean = _plus(new_mean, 1.0, noise * tl.rsqrt(_precision(new_hess, ess, damping)))
     _write(weights, new_mean, mask, MASKED)
 
 

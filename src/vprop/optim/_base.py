@@ -200,7 +200,6 @@ class VariationalOptimizer(CheckpointedOptimizer):
             self._leave()
             raise
         self._ledger.forget_samples()
-        self._take_over_next_sample()
         forget_casts()
         if any(group.get("auto_prior") is not None for group in self.param_groups):
             self._follow_auto_priors()
@@ -239,13 +238,6 @@ class VariationalOptimizer(CheckpointedOptimizer):
             )
         return self._evaluate(closure)
 
-    def _take_over_next_sample(self) -> None:
-        """Make the sample that the update left in the weights, if it did, the first of the coming step."""
-        plan, self._ledger.next_plan = self._ledger.next_plan, None
-        if plan is not None:
-            self._ledger.plan, self._ledger.open_sample = plan, 0
-            self._ledger.holder, self._ledger.drawn_ahead = Holder.HOOK, True
-
     @torch.compiler.disable
     def _follow_auto_priors(self) -> None:
         """Let λ follow the posterior in the groups that asked for it. Reads numbers, so it stays out of graphs."""
@@ -266,7 +258,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
         begun = self._has_begun()
         if begun:
             self._ledger.forget_folded()  # of a step that failed
-        elif not self._ledger.drawn_ahead:
+        else:
             self._leave()
             self._ledger.forget_samples()
         losses, needs_objective = [], self._needs_objective()
@@ -292,8 +284,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
 
     def _require_samples(self) -> None:
         """Refuse a step whose gradients were not taken at the samples they should be taken at."""
-        count = self.mc_samples
-        drawn = 0 if self._ledger.drawn_ahead else self._ledger.drawn_samples
+        count, drawn = self.mc_samples, self._ledger.drawn_samples
         if count > 0 and drawn == 0 and self._ledger.attached:
             raise RuntimeError(
                 "step() without a sample: a model is attached, but it made no forward in training mode since the last "
@@ -345,7 +336,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
         self._ledger.own_gradients.clear()
         super().zero_grad(set_to_none=set_to_none)
 
-    def attach(self, model: nn.Module, *, draw_ahead: bool = False) -> Attachment:
+    def attach(self, model: nn.Module) -> Attachment:
         """Sample in a training loop that is not yours to change.
 
         From now on a forward of ``model`` in training mode sees a sample, the same one until the next
@@ -356,11 +347,6 @@ class VariationalOptimizer(CheckpointedOptimizer):
         Between a forward and :meth:`step` the weights hold the sample. After an interrupt there,
         :meth:`discard_samples` puts the mean back; so does the end of the optimizer's life. An evaluation between
         a forward and its backward needs ``torch.no_grad()``.
-
-        With ``draw_ahead=True`` a fused step leaves the next sample in the weights, which saves a pass over memory.
-        Forwards, checkpoints and :meth:`posterior` are as before; whoever reads the weights themselves between two
-        steps (an average of the weights, a log of their norm) sees a sample, until :meth:`discard_samples`, and
-        whoever writes to the weights or to the state must call that first.
         """
         self._require_one_sample("attach()")
         check_model(model, "attach(model)")
@@ -375,7 +361,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
                 "the like replace parameters: build the optimizer after them."
             )
         attachment = Attachment(self, model)
-        self._ledger.attached, self._ledger.draws_ahead = True, draw_ahead
+        self._ledger.attached = True
         note_hooks(self._ledger)
         return attachment
 
@@ -388,7 +374,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
             self._make_room_for_evaluation("A forward of the attached model in evaluation mode")
             return
         ledger.end_looks()
-        if ledger.holder is None or ledger.drawn_ahead:
+        if ledger.holder is None:
             self._enter(ledger.open_sample or 0, Holder.HOOK)
         ledger.graph_made = ledger.graph_made or torch.is_grad_enabled()
 

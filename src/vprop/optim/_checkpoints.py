@@ -165,7 +165,7 @@ class CheckpointedOptimizer(SamplingOptimizer):
         if self._ledger.plan is not None or self._ledger.saved is not None or self._ledger.aside is not None:
             raise RuntimeError(
                 "The optimizer cannot be copied or pickled while a sample is in the weights: the copy's weights would "
-                "keep the noise. Call optimizer.discard_samples() first, or copy after step() (without draw_ahead)."
+                "keep the noise. Call optimizer.discard_samples() first, or copy after step()."
             )
         return super().__getstate__()
 
@@ -179,7 +179,6 @@ class CheckpointedOptimizer(SamplingOptimizer):
         self._open_ledger(
             Ledger(
                 attached=former.attached,
-                draws_ahead=former.draws_ahead,
                 captured=former.captured,
                 own_gradients=former.own_gradients,
             )

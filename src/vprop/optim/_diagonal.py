@@ -120,21 +120,6 @@ class DiagonalOptimizer(PortableDiagonal):
         drawn, now = self._ledger.settings.get(group_number), settings_of(self.param_groups[group_number])
         return drawn is None or same_settings(drawn, now)
 
-    def _fits_drawn_ahead(self) -> bool:
-        with torch.inference_mode(False):
-            packs, others = self._refreshed_packs()
-        drawn = self._ledger.plan.packed
-        fits = (
-            self.mc_samples == 1
-            and not others
-            and len(packs) == len(drawn)
-            and all(sample.pack is pack for sample, pack in zip(drawn, packs, strict=True))
-            and all(sample.noise == noise_of(sample.pack.group, 0, Stream.TRAINING) for sample in drawn)
-        )
-        if fits:
-            self._note_settings()
-        return fits
-
     def _note_settings(self) -> None:
         self._ledger.settings = {i: settings_of(group) for i, group in enumerate(self.param_groups)}
 
@@ -190,20 +175,10 @@ class DiagonalOptimizer(PortableDiagonal):
                 unfused += pack.members
             else:
                 jobs.append(job)
-        draws_ahead = self._draws_ahead() and not unfused
         self._take_out_for(jobs)
         for job in jobs:
-            self._run(job, draws_ahead)
+            self._run(job)
         self._update_unfused(unfused)
-
-    def _draws_ahead(self) -> bool:
-        """Whether the step leaves the next sample in the weights.
-
-        A prior that follows the posterior needs the mean, and so do ranks whose samples differ.
-        """
-        if any(group.get("auto_prior") is not None or has_own_noise(group) for group in self.param_groups):
-            return False
-        return self._ledger.draws_ahead and self.mc_samples == 1
 
     def _active_samples(self) -> dict[int, PackedSample]:
         """The packs' samples that are in the weights, by the identity of the pack."""
@@ -243,7 +218,6 @@ class DiagonalOptimizer(PortableDiagonal):
         step = Step(
             noise=noise,
             sampled=active is not None and active.noise == noise and active.means is None,
-            next_source=None,
             curvature=curvature,
             scale=scale,
             rule=rule,
@@ -263,18 +237,13 @@ class DiagonalOptimizer(PortableDiagonal):
         if self._ledger.plan is not None:
             _written.restore(self._ledger.plan.written)
 
-    def _run(self, job: Job, draws_ahead: bool) -> None:
+    def _run(self, job: Job) -> None:
         pack = job.pack
-        if draws_ahead:
-            job.step = replace(job.step, next_source=job.step.noise.source)
         sample = self._active_samples().get(id(pack))
         with interrupts_wait():
             job.run(self._unusable_on(pack.table.device), self._ledger.captured.append)
             if sample is not None:
                 sample.done = False
-            if draws_ahead:
-                self._ledger.next_plan = self._ledger.next_plan or DiagonalPlan([], [])
-                self._ledger.next_plan.packed.append(PackedSample(pack, job.step.noise, pack.table, done=True))
         if job.step.clips:
             self._ledger.clipped.setdefault(pack.group_number, []).append((pack.table.clipped, pack.size))
 

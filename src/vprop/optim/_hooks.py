@@ -160,7 +160,7 @@ class Attachment:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._leave_attached_sample()
-            optimizer._ledger.draws_ahead = optimizer._ledger.attached = False
+            optimizer._ledger.attached = False
         for handle in self._handles:
             handle.remove()
 

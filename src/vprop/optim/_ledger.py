@@ -74,12 +74,6 @@ class Ledger:
     """Whether the hooks of a model draw the samples."""
     held: bool = False
     """Whether the sample was put into the weights by hold_sample(), and belongs there until the step."""
-    draws_ahead: bool = False
-    """Whether a step may leave the next sample in the weights."""
-    next_plan: Any = None
-    """How to take out the sample that the update left in the weights."""
-    drawn_ahead: bool = False
-    """Whether the active sample was left by the last step, and no forward has seen it yet."""
     captured: list[Any] = field(default_factory=list)
     """What CUDA graphs read: it must live as long as they may run."""
 
@@ -115,12 +109,9 @@ class Ledger:
         self.end_evaluation()
         self.end_looks()
         self.holder = None
-        if self.drawn_ahead:  # nobody saw it, so it does not count as drawn
-            self.open_sample, self.drawn_ahead = None, False
-        for plan in (self.plan, self.next_plan):
-            if plan is not None:
-                plan.take_out()
-        self.plan = self.next_plan = None
+        if self.plan is not None:
+            self.plan.take_out()
+        self.plan = None
         self.graph_made = False
         forget_casts()
 
@@ -142,8 +133,6 @@ class Ledger:
         """
         if self.aside is not None:
             self.aside.looks += 1
-        elif self.drawn_ahead:
-            self.put_mean_back()
         elif self.plan is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self.aside = SetAside(self.plan, self.holder)
@@ -178,7 +167,7 @@ class Ledger:
         """Start the step over."""
         self.holder = self.plan = self.aside = self.saved = self.open_sample = None
         self.graph_made = self.block_was_idle = False
-        self.drawn_ahead, self.held, self.settings = False, False, {}
+        self.held, self.settings = False, {}
         self.own_gradients.clear()
         self.forget_folded()
 

@@ -46,10 +46,6 @@ class SamplingOptimizer(Optimizer):
         ``evaluation_draw`` is ``None`` for a sample of the coming step.
         """
 
-    def _fits_drawn_ahead(self) -> bool:
-        """Whether the sample that the last step left in the weights is still the one to draw."""
-        return False
-
     @abstractmethod
     def _fold(self) -> None:
         """Fold ``p.grad`` of all parameters, the gradient at one sample, into this step's statistics."""
@@ -138,7 +134,7 @@ class SamplingOptimizer(Optimizer):
         self._refuse_inside_sample("hold_sample()")
         self._require_one_sample("hold_sample()")
         note_hooks(self._ledger)
-        if self._ledger.holder is None or self._ledger.drawn_ahead:
+        if self._ledger.holder is None:
             self._enter(0, Holder.HOOK)
         self._ledger.held = True
 
@@ -161,8 +157,7 @@ class SamplingOptimizer(Optimizer):
     def _has_begun(self) -> bool:
         """Whether gradients that are there before a closure can belong to the sample that it will see."""
         count = self.mc_samples
-        drawn = self._ledger.open_sample is not None and not self._ledger.drawn_ahead
-        return count == 0 or (count == 1 and drawn)
+        return count == 0 or (count == 1 and self._ledger.open_sample is not None)
 
     @contextmanager
     def _active_sample(self, sample: int, *, stays: bool = False) -> Iterator[None]:
@@ -224,10 +219,7 @@ class SamplingOptimizer(Optimizer):
     def _enter(self, sample: int, holder: Holder) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
         self._ledger.end_looks()
-        if self._ledger.drawn_ahead and sample == 0 and self._fits_drawn_ahead():
-            self._ledger.holder, self._ledger.drawn_ahead = holder, False
-            return
-        if self._ledger.holder is Holder.HOOK and not self._ledger.drawn_ahead and sample == self._ledger.open_sample:
+        if self._ledger.holder is Holder.HOOK and sample == self._ledger.open_sample:
             self._ledger.holder = holder  # it is in the weights: taking it out and in again would only round
             return
         self._leave()

@@ -144,22 +144,14 @@ def _context(optimizer: Any, params: list[Any], tensors: Tensors) -> Ready:
 
 
 def _attach(optimizer: Any, params: list[Any], tensors: Tensors) -> Ready:
-    return _attached("attach", optimizer, params)
-
-
-def _draw_ahead(optimizer: Any, params: list[Any], tensors: Tensors) -> Ready:
-    return _attached("draw ahead", optimizer, params, draw_ahead=True)
-
-
-def _attached(loop: str, optimizer: Any, params: list[Any], **how: Any) -> Ready:
     model = Holder(params)
-    handle = optimizer.attach(model, **how)
+    handle = optimizer.attach(model)
 
     def call() -> None:
         model()
         optimizer.step()
 
-    return Ready({loop: call}, kept=(model, handle))
+    return Ready({"attach": call}, kept=(model, handle))
 
 
 def _in_parts(optimizer: Any, params: list[Any], tensors: Tensors) -> Ready:
@@ -180,7 +172,6 @@ _LOOPS: dict[str, Callable[[Any, list[Any], Tensors], Ready]] = {
     "closure": _closure,
     "context": _context,
     "attach": _attach,
-    "draw ahead": _draw_ahead,
     "in parts": _in_parts,
 }
 
@@ -213,7 +204,6 @@ def _library() -> Iterator[Contender]:
                 if not (method.pair and loop == "attach"):  # several samples need a closure or a context
                     yield _ours(method, path, loop)
             if path == "fused" and not method.pair:
-                yield _ours(method, path, "draw ahead")
                 yield _ours(method, path, "in parts")
         for path in ("fused", "foreach"):
             yield _ours(method, path, "closure", _captured, capturable=True)

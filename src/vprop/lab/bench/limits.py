@@ -11,7 +11,6 @@ registers, so it is free.
 | momentum, in a step | m | m | + 8 |
 | from + to − of an antithetic pair | θ₊, h | θ₋ | 12 |
 | step of a pair | θ₋, ĝ₊, ĝ₋, h | μ, h | 24 |
-| step that draws the next sample | θ, ĝ, h | θ, h | 20 |
 | SGD | θ, ĝ | θ | 12 |
 | RMSprop | θ, ĝ, v | θ, v | 20 |
 | AdamW | θ, ĝ, m, v | θ, m, v | 28 |
@@ -32,13 +31,13 @@ TORCH = {"SGD": 12, "RMSprop": 20, "AdamW": 28}
 def loop_bytes(loop: str, *, momentum: bool = False, pair: bool = False) -> int:
     """Of one step of training, sampling included, in one of the loops; or of a part of it.
 
-    >>> [loop_bytes(loop) for loop in ("closure", "context", "attach", "draw ahead", "sample", "restore", "step")]
-    [32, 44, 32, 20, 12, 12, 20]
+    >>> [loop_bytes(loop) for loop in ("closure", "context", "attach", "sample", "restore", "step")]
+    [32, 44, 32, 12, 12, 20]
     >>> loop_bytes("closure", momentum=True), loop_bytes("closure", pair=True), loop_bytes("context", pair=True)
     (40, 48, 72)
     """
     step = (PAIR_STEP if pair else STEP) + MOMENTUM * momentum
-    parts = {"sample": SAMPLE, "restore": RESTORE, "step": step, "draw ahead": step}
+    parts = {"sample": SAMPLE, "restore": RESTORE, "step": step}
     if loop in parts:
         return parts[loop]
     if loop == "context":

@@ -80,22 +80,13 @@ class Context(Trainer):
 class Attached(Trainer):
     """``attach``, and then a plain loop."""
 
-    draw_ahead = False
-
     def begin(self) -> None:
         """Attach."""
-        how = {"draw_ahead": True} if self.draw_ahead else {}
-        self.handle = self.optimizer.attach(self.task, **how)
+        self.handle = self.optimizer.attach(self.task)
 
     def end(self) -> None:
         """Detach, which leaves the mean in the weights."""
         self.handle.remove()
-
-
-class DrawAhead(Attached):
-    """``attach`` with steps that draw the next sample."""
-
-    draw_ahead = True
 
 
 class IvonOpt(Trainer):
@@ -139,7 +130,6 @@ CONTENDERS: dict[str, Callable[[Task], Trainer]] = {
     "Vprop fused context": _ours(vprop.Vprop, Context),
     "Vprop fused closure": _ours(vprop.Vprop, Closure),
     "Vprop fused attach": _ours(vprop.Vprop, Attached),
-    "Vprop fused draw ahead": _ours(vprop.Vprop, DrawAhead),
     "Vprop default closure": lambda task: Closure(task, vprop.Vprop(task.parameters(), lr=TINY, num_data=1e6)),
     "IVON fused closure": _ours(vprop.IVON, Closure),
     "IVON fused attach": _ours(vprop.IVON, Attached),
