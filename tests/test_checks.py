@@ -174,8 +174,6 @@ def test_flags_must_be_true_or_false():
         OPTIMIZER.sampled_params(train="no"),
     ):
         pass
-    with pytest.raises(ValueError, match=r"Invalid draw_ahead=1: must be True or False"):
-        OPTIMIZER.attach(MODEL, draw_ahead=1)
     with pytest.raises(ValueError, match=r"Invalid learnable='no': must be True or False"):
         GaussianLikelihood(1.0, learnable="no")
 

@@ -140,3 +140,14 @@ def test_a_real_wheel(tmp_path):
     assert "any" not in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert "vprop/kernels/_cpu_default.so" in names
+
+
+@has_compiler
+@pytest.mark.parametrize("change", [("return 2 +", "return 1 +"), ("int64_t layout(void)", "int64_t other(void)")])
+def test_a_library_of_other_sources_is_refused(build, change):
+    """It would read the structures wrongly, and nobody would see it."""
+    source = build.root / SOURCE
+    source.write_text(source.read_text().replace(*change))
+    run(build)
+    with pytest.raises(RuntimeError, match=r"_cpu_default\.so was compiled from another version of vprop's sources"):
+        cpu.Library(source.with_name("_cpu_default.so"))

@@ -97,12 +97,16 @@ class _Step(ctypes.Structure):
 
 _Counts = ctypes.c_int64 * 2
 
+LAYOUT = 2 + (ctypes.sizeof(_Step) << 16) + (ctypes.sizeof(_Table) << 32)
+"""As ``layout()`` in ``cpu.c``: a library of other sources would read these structures wrongly."""
+
 
 class Library:
     """The functions of one compiled file."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        _check_layout(library, path)
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self._perturb = library.perturb
         self._perturb.argtypes, self._perturb.restype = [pointer, pointer, int32, int64, int64], None
@@ -151,6 +155,18 @@ class Library:
                 )
                 for low, high in itertools.pairwise(bounds)
             ]
+        )
+
+
+def _check_layout(library: ctypes.CDLL, path: Path) -> None:
+    """Refuse a library that was compiled from other sources than this file goes with."""
+    layout = getattr(library, "layout", None)
+    if layout is not None:
+        layout.restype = ctypes.c_int64
+    if layout is None or layout() != LAYOUT:
+        raise RuntimeError(
+            f"{path} was compiled from another version of vprop's sources. Compile it again, with the command that "
+            "installed vprop (pip install -e .), or set VPROP_NO_KERNELS=1 to do without."
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from vprop.checks import check_flag, check_model, invalid
+from vprop.checks import check_model, invalid
 from vprop.curvature import CurvatureEstimator
 from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
@@ -350,7 +350,6 @@ class VariationalOptimizer(CheckpointedOptimizer):
         """
         self._require_one_sample("attach()")
         check_model(model, "attach(model)")
-        check_flag("draw_ahead", draw_ahead)
         drop_gathered(p for group in self.param_groups for p in group["params"] if is_spread(p))
         owned = {id(p) for p in model.parameters()}
         foreign = sum(id(p) not in owned for group in self.param_groups for p in group["params"])
