@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vprop import kernels
 from vprop.bundles import bundle_limit, bundles
-from vprop.placement import block_of, here, is_spread
+from vprop.parallel.sharding import block_of, is_sharded, to_local
 from vprop.precision import compute_dtype
 
 Word = int | Tensor
@@ -148,7 +148,7 @@ def normals_like(
 
     whole = []
     for i, parameter in enumerate(parameters):
-        if is_spread(parameter):
+        if is_sharded(parameter):
             yield i, _of_part(parameter, draws[i], portable)
         else:
             whole.append(i)
@@ -176,7 +176,7 @@ def normals_like(
 
 def _of_part(p: Tensor, draw: Draw, portable: bool) -> Tensor:
     """The noise of the part of a parameter that lies on this rank."""
-    block, part, dtype = block_of(p), here(p), compute_dtype(p)
+    block, part, dtype = block_of(p), to_local(p), compute_dtype(p)
     if block.start is None:
         return normal_at(block.numbers(part.device), draw, dtype=dtype)
     generate = portable_normal if portable else normal

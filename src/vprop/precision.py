@@ -1,6 +1,8 @@
-"""In which precision the arithmetic and the optimizer state of a parameter are kept."""
+"""In which precision the arithmetic and the optimizer state of a parameter are kept, and numbers as tensors."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,3 +16,8 @@ def compute_dtype(parameter: Tensor) -> torch.dtype:
 def needs_master_copy(parameter: Tensor) -> bool:
     """Whether the weights are too coarse to hold the mean, which then lives in the optimizer state."""
     return parameter.dtype != compute_dtype(parameter)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor as it is; a number or an array as a tensor on the CPU, whatever torch's default device is."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")

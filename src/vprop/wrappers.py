@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from vprop.placement import is_spread
+from vprop.parallel.sharding import is_sharded
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -59,11 +59,11 @@ def _refuse_inner(model: nn.Module) -> None:
         )
 
 
-def refuse_spread(model: nn.Module, what: str) -> None:
+def refuse_sharded(model: nn.Module, what: str) -> None:
     """Refuse to run ``model`` with other weights where its own are spread over ranks: it would not look at them."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
-    if sharded or any(is_spread(p) for p in model.parameters()):
+    if sharded or any(is_sharded(p) for p in model.parameters()):
         raise RuntimeError(
             f"{what} of a model whose parameters are spread over ranks (FSDP, tensor parallel) is not possible: such a "
             "model runs with its own weights only. Draw on all ranks with "

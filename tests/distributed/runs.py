@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vprop
 from tests.harness import LOOPS, make_batch, make_model, split
-from vprop.placement import whole
+from vprop.parallel.sharding import full_tensor
 
 BATCH = 24
 
@@ -109,8 +109,8 @@ def gathered(model: nn.Module, optimizer: vprop.VariationalOptimizer) -> dict[st
     tensors = {}
     for name, p in model.named_parameters():
         name = name.removeprefix("module.")
-        tensors[name] = whole(p.detach()).clone()
-        tensors |= {f"{name}.{key}": whole(value).clone() for key, value in optimizer.state[p].items()}
+        tensors[name] = full_tensor(p.detach()).clone()
+        tensors |= {f"{name}.{key}": full_tensor(value).clone() for key, value in optimizer.state[p].items()}
     return tensors
 
 

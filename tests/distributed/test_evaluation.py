@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed.runs import LOOPS, SPREAD, data_part, make_batch, split, start
-from vprop.placement import whole
+from vprop.parallel.sharding import full_tensor
 
 
 def outputs(strategy: str | None, attached: bool) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def gradients_with_an_early_gathering(ahead: bool) -> list[Tensor]:
         model.unshard(async_op=True)
     with optimizer.sampled_params():
         F.cross_entropy(model(x), y).backward()
-    return [whole(p.grad) for p in model.parameters()]
+    return [full_tensor(p.grad) for p in model.parameters()]
 
 
 def test_parameters_gathered_before_the_sample_are_gathered_again(ranks) -> None:

@@ -25,7 +25,7 @@ from torch.nn.functional import one_hot
 from vprop.checks import check_model, invalid, is_finite
 from vprop.likelihood import Likelihood, check_likelihood
 from vprop.objective import call_with_weights
-from vprop.placement import as_tensor
+from vprop.precision import as_tensor
 
 
 class Observation(NamedTuple):

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from vprop.checks import invalid, is_finite
 from vprop.curvature import CurvatureEstimator, NoiseProduct
 from vprop.functional import black_box, diagonal
-from vprop.optim._arguments import NOT_HYPERPARAMETERS, refuse_spread_parameters
+from vprop.optim._arguments import NOT_HYPERPARAMETERS, refuse_sharded_parameters
 from vprop.optim._diagonal import DiagonalOptimizer
 from vprop.optim._loading import StateForm
 from vprop.optim._members import Member, mean_of
@@ -79,7 +79,7 @@ class BBVI(DiagonalOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        refuse_spread_parameters(group, "BBVI")
+        refuse_sharded_parameters(group, "BBVI")
         _check(group)
 
     _has_kernels = False

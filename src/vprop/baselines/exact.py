@@ -26,7 +26,7 @@ from torch.nn.functional import softplus
 
 from vprop.checks import invalid, is_finite, is_number
 from vprop.functional import logistic
-from vprop.placement import as_tensor
+from vprop.precision import as_tensor
 
 Structure = Literal["diagonal", "full"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vprop.baselines._online import OnlineMethod, check_finite, check_positive
 from vprop.checks import invalid, is_number
 from vprop.likelihood import Likelihood
-from vprop.placement import as_tensor
+from vprop.precision import as_tensor
 
 FisherKind = Literal["model", "gradient"]
 StepSize = float | Callable[[int], float]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vprop.checks import invalid, shown
 from vprop.likelihood.terms import options_beyond_a_log_likelihood
-from vprop.placement import as_tensor
+from vprop.precision import as_tensor
 
 Likelihood = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic"]
 

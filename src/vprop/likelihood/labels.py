@@ -9,7 +9,7 @@ from torch import Tensor
 from vprop import noise
 from vprop.likelihood.gaussian import split_heteroscedastic
 from vprop.likelihood.kinds import Likelihood
-from vprop.placement import as_tensor
+from vprop.precision import as_tensor
 
 
 @torch.no_grad()

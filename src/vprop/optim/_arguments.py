@@ -15,7 +15,7 @@ from vprop import kernels
 from vprop.checks import check_flag, check_seed, invalid, is_finite, is_number, shown
 from vprop.curvature import CurvatureEstimator
 from vprop.optim._prior_arguments import check_prior
-from vprop.placement import here, is_spread
+from vprop.parallel.sharding import is_sharded, to_local
 from vprop.precision import compute_dtype
 
 NOT_HYPERPARAMETERS = ("self", "params", "__class__")
@@ -185,9 +185,9 @@ def _implementation(group: dict[str, Any]) -> None:
         raise invalid("fused", True, "None or False with foreach=True", "Ask for one implementation, or for none.")
 
 
-def refuse_spread_parameters(group: dict[str, Any], optimizer: str) -> None:
+def refuse_sharded_parameters(group: dict[str, Any], optimizer: str) -> None:
     """Refuse parameters that are spread over ranks, for optimizers that need them whole."""
-    if any(is_spread(p) for p in group["params"]):
+    if any(is_sharded(p) for p in group["params"]):
         raise ValueError(
             f"{optimizer} needs whole parameters, but these are spread over ranks (FSDP, tensor parallel). Use "
             "DistributedDataParallel, or a diagonal optimizer: Vprop, IVON, Vadam."
@@ -196,7 +196,9 @@ def refuse_spread_parameters(group: dict[str, Any], optimizer: str) -> None:
 
 def warn_of_shared_memory(group: dict[str, Any]) -> None:
     """Warn of weights that several processes may write to at once, each with a sample of its own."""
-    shared = [i for i, p in enumerate(group["params"]) if p.device.type == "cpu" and not is_spread(p) and p.is_shared()]
+    shared = [
+        i for i, p in enumerate(group["params"]) if p.device.type == "cpu" and not is_sharded(p) and p.is_shared()
+    ]
     if shared and group["mc_samples"] > 0:
         warnings.warn(
             f"Parameter {shared[0]} of the group is in shared memory. If several processes train it at once (Hogwild), "
@@ -218,7 +220,7 @@ def check_noise(group: dict[str, Any]) -> None:
             '"shared" or "per_rank"',
             "Shared: the ranks of a data-parallel run draw the same samples; per_rank: each draws its own.",
         )
-    if noise == "per_rank" and any(is_spread(p) for p in group["params"]):
+    if noise == "per_rank" and any(is_sharded(p) for p in group["params"]):
         raise invalid(
             "noise",
             noise,
@@ -306,7 +308,7 @@ def _hess_init(group: dict[str, Any]) -> None:
     precision = group["prior_precision"]
     if isinstance(precision, Tensor):
         return
-    flat = any(bool((here(t) == 0).any()) for t in precision) if isinstance(precision, list) else precision == 0
+    flat = any(bool((to_local(t) == 0).any()) for t in precision) if isinstance(precision, list) else precision == 0
     if group["hess_init"] == 0 and flat:
         raise invalid(
             "hess_init",

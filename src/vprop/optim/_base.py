@@ -17,18 +17,18 @@ from vprop.objective import Objective
 from vprop.optim._arguments import check_fused, check_group, checked_params, warn_of_shared_memory
 from vprop.optim._checkpoints import CheckpointedOptimizer
 from vprop.optim._closures import mean_result
-from vprop.optim._gathered import drop_gathered
 from vprop.optim._group_keys import check_entries, drop_duplicates
 from vprop.optim._hooks import Attachment
 from vprop.optim._ledger import Holder, forget_casts, note_hooks, release_samples
 from vprop.optim._loading import METHOD
 from vprop.optim._members import Marginal, Member, label_draw_of, parameters_in
 from vprop.optim._old_gradients import refuse_old_gradients
-from vprop.optim._ranks import average_over_ranks, has_own_noise, rank_and_count, require_averaged
 from vprop.optim._sampling import at_the_mean
 from vprop.optim.auto_prior import due_for_change, take_auto, update_auto_priors
 from vprop.optim.diagnosis import Diagnosis, diagnose
-from vprop.placement import gradient_here, is_spread
+from vprop.parallel.fsdp import drop_gathered
+from vprop.parallel.ranks import average_over_ranks, has_own_noise, rank_and_count, require_averaged
+from vprop.parallel.sharding import is_sharded, local_grad
 from vprop.posterior import Posterior
 from vprop.precision import compute_dtype
 
@@ -216,7 +216,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
             return False
         if any(float(group["lr"]) != 0 for group in self.param_groups):
             return False
-        grads = [gradient_here(p) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        grads = [local_grad(p) for group in self.param_groups for p in group["params"] if p.requires_grad]
         return all(grad is not None and not bool(grad.any()) for grad in grads)
 
     def _gradients(self, closure: Callable[[], Any] | None, scaled: bool) -> Any:
@@ -350,7 +350,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
         """
         self._require_one_sample("attach()")
         check_model(model, "attach(model)")
-        drop_gathered(p for group in self.param_groups for p in group["params"] if is_spread(p))
+        drop_gathered(p for group in self.param_groups for p in group["params"] if is_sharded(p))
         owned = {id(p) for p in model.parameters()}
         foreign = sum(id(p) not in owned for group in self.param_groups for p in group["params"])
         if foreign:

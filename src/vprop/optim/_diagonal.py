@@ -24,12 +24,12 @@ from vprop.optim._fused import (
     settings_of,
 )
 from vprop.optim._interrupts import interrupts_wait
-from vprop.optim._members import Member, gradient_of, state_here
+from vprop.optim._members import Member, gradient_of, local_state
 from vprop.optim._packs import Pack, PackedSample, Packs, noise_of
 from vprop.optim._portable import PortableDiagonal
-from vprop.optim._ranks import has_own_noise
 from vprop.optim._written import Written
-from vprop.placement import spread_like
+from vprop.parallel.ranks import has_own_noise
+from vprop.parallel.sharding import sharded_like
 
 
 @dataclass
@@ -198,7 +198,7 @@ class DiagonalOptimizer(PortableDiagonal):
             curvature, scale = Curvature.GIVEN, 1.0
             grads = [None if f is None else f.grad for f in folded]
             others = [
-                None if f is None else self._estimate(member, state_here(state), f)
+                None if f is None else self._estimate(member, local_state(state), f)
                 for member, state, f in zip(pack.members, pack.states, folded, strict=True)
             ]
         else:
@@ -266,8 +266,8 @@ class DiagonalOptimizer(PortableDiagonal):
                 grad = gradient_of(member, copy=False) if folded is None else folded.grad
                 if partner is not None:
                     grad = torch.lerp(partner, grad, 0.5)
-                averaged = self._averaged(member, state_here(state), grad)
+                averaged = self._averaged(member, local_state(state), grad)
                 late = averaged * (1 - beta1 ** state["step"].to(grad.dtype))
                 start = torch.where(torch.isfinite(averaged), late, 0)  # 0·NaN is NaN, for ever
-                state["momentum"] = spread_like(start, member.p)
+                state["momentum"] = sharded_like(start, member.p)
         return bool(wrong)

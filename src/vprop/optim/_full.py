@@ -17,7 +17,7 @@ from vprop.curvature import CurvatureEstimator, Evidence
 from vprop.functional import full
 from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
-from vprop.optim._arguments import check_shared, check_size, refuse_spread_parameters
+from vprop.optim._arguments import check_shared, check_size, refuse_sharded_parameters
 from vprop.optim._base import VariationalOptimizer
 from vprop.optim._curvature_matrix import CurvatureMatrix, KeptFactor
 from vprop.optim._loading import StateForm, broken, other_shape
@@ -32,11 +32,10 @@ from vprop.optim._members import (
     new_state,
     require_finite,
 )
-from vprop.optim._ranks import average_over_ranks, has_own_noise, mean_so_far
 from vprop.optim._sampling import at_the_mean
-from vprop.placement import as_tensor
+from vprop.parallel.ranks import average_over_ranks, has_own_noise, mean_so_far
 from vprop.posterior import FullPosterior, GaussianPrior
-from vprop.precision import compute_dtype, needs_master_copy
+from vprop.precision import as_tensor, compute_dtype, needs_master_copy
 from vprop.wrappers import unwrapped
 
 _WIDE = torch.float64
@@ -94,7 +93,7 @@ class FullOptimizer(VariationalOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        refuse_spread_parameters(group, type(self).__name__)
+        refuse_sharded_parameters(group, type(self).__name__)
 
     def _check_groups_together(self, groups: list[dict[str, Any]]) -> None:
         super()._check_groups_together(groups)

@@ -15,8 +15,8 @@ from torch import Tensor
 from vprop.curvature import Folded
 from vprop.optim._curvature_matrix import KeptFactor
 from vprop.optim._plans import KeptWeights, SetAside
-from vprop.optim._ranks import OwnGradients
-from vprop.optim._seeds import SeedCheck
+from vprop.parallel.ranks import OwnGradients
+from vprop.parallel.seeds import SeedCheck
 
 
 class Holder(enum.Enum):

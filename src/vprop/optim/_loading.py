@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vprop.optim._arguments import is_number
-from vprop.placement import here, part_of
+from vprop.parallel.sharding import shard_of, to_local
 
 METHOD = "variational_method"
 """The entry of a parameter group that says which method made its state; groups are what every way of saving keeps."""
@@ -146,11 +146,11 @@ def _taken(name: str, key: str, value: Any, p: Tensor, group: dict[str, Any], fo
         return step_count(value, name).to(p.device if group["capturable"] else "cpu")
     if key not in form.tensors:  # somebody else's, who put it there by a hook
         return value.detach().to(p.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-    value = part_of(value, p) if key in form.like_parameter else value
+    value = shard_of(value, p) if key in form.like_parameter else value
     value = value.detach().to(device=p.device, dtype=dtype_of(key, p), copy=True)
-    if key not in form.may_be_anything and not bool(torch.isfinite(here(value)).all()):
+    if key not in form.may_be_anything and not bool(torch.isfinite(to_local(value)).all()):
         raise broken(f"{key!r} of {name} holds NaN or infinity")
-    if key in form.positive and not bool((here(value) > 0).all()):
+    if key in form.positive and not bool((to_local(value) > 0).all()):
         raise broken(f"{key!r} of {name} must be > 0 everywhere")
     return value
 

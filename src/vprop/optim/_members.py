@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from vprop import noise
 from vprop.objective import Objective
-from vprop.optim._ranks import rank_and_count
-from vprop.placement import gradient_here, here
+from vprop.parallel.ranks import rank_and_count
+from vprop.parallel.sharding import local_grad, to_local
 from vprop.precision import compute_dtype, needs_master_copy
 
 
@@ -75,7 +75,7 @@ def members_of(param_groups: Iterable[dict[str, Any]]) -> Iterator[Member]:
     for group_number, group in enumerate(param_groups):
         for position, p in enumerate(group["params"]):
             if p.requires_grad:
-                yield Member(p, here(p), number, group, group_number, position)
+                yield Member(p, to_local(p), number, group, group_number, position)
             number += 1
 
 
@@ -88,9 +88,9 @@ def new_state(member: Member) -> dict[str, Tensor]:
     return state
 
 
-def state_here(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def local_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state of the part of a parameter that lies on this rank, in the same memory."""
-    return {key: here(value) for key, value in state.items()}
+    return {key: to_local(value) for key, value in state.items()}
 
 
 def mean_of(p: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -107,7 +107,7 @@ def mean_of(p: Tensor, state: dict[str, Tensor]) -> Tensor:
 
 def gradient_of(member: Member, copy: bool) -> Tensor:
     """ĝ in the precision of the arithmetic: of the loss to be minimized, and zero where there is none."""
-    p, grad = member.local, gradient_here(member.p)
+    p, grad = member.local, local_grad(member.p)
     if grad is None:
         return torch.zeros_like(p, dtype=compute_dtype(p))
     if grad.layout != torch.strided:

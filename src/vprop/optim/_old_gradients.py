@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vprop.placement import is_spread
+from vprop.parallel.sharding import is_sharded
 
 
 class OldGradient:
@@ -89,6 +89,6 @@ def _watch(param_groups: Iterable[dict[str, Any]]) -> list[OldGradient]:
 def _has_gradient(p: Tensor) -> bool:
     """FSDP adds up the gradients of spread parameters itself, and to look at one would take all ranks."""
     grad = p.grad
-    if grad is None or not p.requires_grad or is_spread(p):
+    if grad is None or not p.requires_grad or is_sharded(p):
         return False
     return grad.layout == torch.strided and not grad.is_inference()

@@ -14,12 +14,12 @@ from vprop import kernels
 from vprop.kernels.call import Noise
 from vprop.kernels.table import Role, Table, int64
 from vprop.noise import Draw, Stream, source_word
-from vprop.optim._gathered import drop_gathered
 from vprop.optim._interrupts import interrupts_wait
 from vprop.optim._members import Member, ess_of, members_of, signed_sample
-from vprop.optim._ranks import has_own_noise
 from vprop.optim._written import Written
-from vprop.placement import block_of, gradient_here, here
+from vprop.parallel.fsdp import drop_gathered
+from vprop.parallel.ranks import has_own_noise
+from vprop.parallel.sharding import block_of, local_grad, to_local
 from vprop.precision import compute_dtype
 
 _KEYS = {Role.HESS: "hess", Role.MOMENTUM: "momentum", Role.MEAN: "mean"}
@@ -39,17 +39,17 @@ class Pack:
         self.members, self.states, self.backend = members, states, backend
         self.group, self.group_number = members[0].group, members[0].group_number
         self.owners, self.params = [member.p for member in members], [member.local for member in members]
-        self.is_spread = self.owners[0] is not self.params[0]
+        self.is_sharded = self.owners[0] is not self.params[0]
         self.size = sum(p.numel() for p in self.params)
         self.counts = _as_one([state["step"] for state in states])
         for state, count in zip(states, self.counts.unbind(), strict=True):
             state["step"] = count
         roles = {role: key for role, key in _KEYS.items() if key in states[0]}
         self._getters = [itemgetter(key) for key in (*roles.values(), "step")]
-        fixed = {Role.WEIGHT: self.params} | {role: [here(s[key]) for s in states] for role, key in roles.items()}
+        fixed = {Role.WEIGHT: self.params} | {role: [to_local(s[key]) for s in states] for role, key in roles.items()}
         for role, prior in ((Role.PRIOR_MEAN, "prior_mean"), (Role.PRIOR_PRECISION, "prior_precision")):
             if isinstance(self.group[prior], list):
-                fixed[role] = [here(self.group[prior][member.position]) for member in members]
+                fixed[role] = [to_local(self.group[prior][member.position]) for member in members]
         self.hess = fixed[Role.HESS]
         # Kept, because a sample may be taken out after the group got another prior.
         self.prior_precision, self._prior_mean = fixed.get(Role.PRIOR_PRECISION), fixed.get(Role.PRIOR_MEAN)
@@ -57,15 +57,15 @@ class Pack:
         self._own_steps = self.counts.device == device
         self._offsets = [0] * len(members)
         steps = self.counts if self._own_steps else torch.zeros(len(members), dtype=torch.int64, device=device)
-        blocks = [_first_block(member) for member in members] if self.is_spread else None
+        blocks = [_first_block(member) for member in members] if self.is_sharded else None
         self.table = Table([member.number for member in members], fixed, steps, blocks)  # type: ignore[arg-type]
         self._addresses = self._current_addresses()
 
     def _current_addresses(self) -> list[list[Any]]:
         # Nothing but built-in functions: a model can have thousands of tensors, and this is done twice a step.
         params, columns = self.params, [map(getter, self.states) for getter in self._getters]
-        if self.is_spread:
-            params, columns = list(map(here, self.owners)), [map(here, column) for column in columns]
+        if self.is_sharded:
+            params, columns = list(map(to_local, self.owners)), [map(to_local, column) for column in columns]
         layout = [list(map(look, params)) for look in (_DTYPE, Tensor.numel, Tensor.stride)]
         return [
             *(list(map(Tensor.data_ptr, column)) for column in (params, *columns)),
@@ -83,12 +83,12 @@ class Pack:
     def weights_changed(self) -> None:
         """Tell those who should know: a backward that needs the old weights must be an error, as after torch's own."""
         torch.autograd.graph.increment_version(self.params)
-        if self.is_spread:
+        if self.is_sharded:
             drop_gathered(self.owners)
 
     def gradients(self) -> list[Tensor | None]:
         """``p.grad`` of all parameters."""
-        return list(map(gradient_here, self.owners)) if self.is_spread else [p.grad for p in self.params]
+        return list(map(local_grad, self.owners)) if self.is_sharded else [p.grad for p in self.params]
 
     def has_momentum(self) -> bool:
         """Whether the state holds an average of the gradients."""
@@ -203,7 +203,7 @@ def _fingerprint(group: dict[str, Any], allowed: bool) -> tuple[Any, ...]:
         allowed,
         group["capturable"],
         list(map(_REQUIRES_GRAD, group["params"])),
-        [[here(t).data_ptr() for t in tensors] if isinstance(tensors, list) else None for tensors in lists],
+        [[to_local(t).data_ptr() for t in tensors] if isinstance(tensors, list) else None for tensors in lists],
     )
 
 
@@ -223,7 +223,7 @@ def _usual(member: Member, state: State) -> bool:
     p = member.local
     lists = (member.group["prior_mean"], member.group["prior_precision"])
     extra = [tensors[member.position] for tensors in lists if isinstance(tensors, list)]
-    tensors = [here(t) for t in [state[key] for key in _KEYS.values() if key in state] + extra]
+    tensors = [to_local(t) for t in [state[key] for key in _KEYS.values() if key in state] + extra]
     step = state["step"]
     return (
         isinstance(step, Tensor)
@@ -238,7 +238,7 @@ def _usual(member: Member, state: State) -> bool:
 
 def _kind(member: Member, state: State) -> tuple[Any, ...]:
     p = member.local
-    tensors = [p] + [here(state[key]) for key in _KEYS.values() if key in state]
+    tensors = [p] + [to_local(state[key]) for key in _KEYS.values() if key in state]
     return (
         member.group_number,
         p.device,
@@ -295,7 +295,7 @@ class PackedSample:
             step = count if pack.group["capturable"] else int(count)
             draw = Draw(noise.seed, member.number, step, noise.source & (2**30 - 1), Stream(noise.source >> 30))
             damping = noise.damping if pack.prior_precision is None else pack.prior_precision[i] / noise.ess
-            mean = here(state.get("mean")) if self.means is None else self.means[i]
+            mean = to_local(state.get("mean")) if self.means is None else self.means[i]
             entries.append(Written(member, draw, noise.sign, pack.hess[i], noise.ess, damping, mean, done=True))
         return entries
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vprop.optim._gathered import drop_gathered
-from vprop.placement import here, is_spread
+from vprop.parallel.fsdp import drop_gathered
+from vprop.parallel.sharding import is_sharded, to_local
 
 
 class Plan(Protocol):
@@ -41,8 +41,8 @@ class KeptWeights:
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self._params = list(params)
-        self._copies = [here(p).detach().clone() for p in self._params]
-        self._watched = list({id(t): t for p in self._params for t in (p, here(p))}.values())
+        self._copies = [to_local(p).detach().clone() for p in self._params]
+        self._watched = list({id(t): t for p in self._params for t in (p, to_local(p))}.values())
         self._versions = [tensor._version for tensor in self._watched]
 
     def mark(self) -> None:
@@ -54,10 +54,10 @@ class KeptWeights:
     def put_back(self) -> None:
         """Put the weights back."""
         for p, kept in zip(self._params, self._copies, strict=True):
-            here(p).detach().copy_(kept)
+            to_local(p).detach().copy_(kept)
         for tensor, version in zip(self._watched, self._versions, strict=True):
             _set_version(tensor, version)
-        drop_gathered(p for p in self._params if is_spread(p))
+        drop_gathered(p for p in self._params if is_sharded(p))
 
 
 class SetAside:

@@ -20,26 +20,26 @@ from vprop.objective import Objective
 from vprop.optim._arguments import check_estimator
 from vprop.optim._base import VariationalOptimizer
 from vprop.optim._fused import settings_of
-from vprop.optim._gathered import drop_gathered
 from vprop.optim._loading import StateForm, broken
 from vprop.optim._members import (
     Marginal,
     Member,
     draw_of,
     gradient_of,
+    local_state,
     mean_of,
     members_of,
     named_members,
     new_state,
     require_finite,
-    state_here,
 )
-from vprop.optim._ranks import average_over_ranks, has_own_noise, mean_so_far
 from vprop.optim._sampling import at_the_mean
 from vprop.optim._written import Written, bundles_of
-from vprop.placement import as_tensor, here, spread_like, whole
+from vprop.parallel.fsdp import drop_gathered
+from vprop.parallel.ranks import average_over_ranks, has_own_noise, mean_so_far
+from vprop.parallel.sharding import full_tensor, sharded_like, to_local
 from vprop.posterior import DiagonalPosterior, GaussianPrior
-from vprop.precision import compute_dtype, needs_master_copy
+from vprop.precision import as_tensor, compute_dtype, needs_master_copy
 from vprop.wrappers import unwrapped
 
 
@@ -100,7 +100,7 @@ class PortableDiagonal(VariationalOptimizer):
     def _check_state(self, state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         for member in members_of(groups):
             hess = state.get(member.p, {}).get("hess")
-            if hess is not None and bool((here(hess) + here(member.damping) < 0).any()):
+            if hess is not None and bool((to_local(hess) + to_local(member.damping) < 0).any()):
                 raise broken(f"'hess' of parameter {member.number} makes a variance that is negative")
 
     def _peek_state(self, member: Member) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ class PortableDiagonal(VariationalOptimizer):
     # -- samples ------------------------------------------------------------------------------------------
 
     def _written(self, member: Member, sample: int, evaluation_draw: int | None) -> Written:
-        state = state_here(self._state(member) if evaluation_draw is None else self._peek_state(member))
+        state = local_state(self._state(member) if evaluation_draw is None else self._peek_state(member))
         mean = None
         if "mean" in state:
             mean = mean_of(member.local, state)
@@ -147,7 +147,7 @@ class PortableDiagonal(VariationalOptimizer):
         mean: Tensor | None,
     ) -> Written:
         draw, sign = draw_of(member, state, sample, evaluation_draw)
-        return Written(member, draw, sign, state["hess"], member.ess, here(member.damping), mean)
+        return Written(member, draw, sign, state["hess"], member.ess, to_local(member.damping), mean)
 
     # -- the step -----------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class PortableDiagonal(VariationalOptimizer):
         if not members:
             return
         self._require_averaged([shared[member.p] for member in members])
-        estimates = [self._estimate(m, state_here(self._state(m)), ledger.folded[m.p]) for m in members]
+        estimates = [self._estimate(m, local_state(self._state(m)), ledger.folded[m.p]) for m in members]
         for member, estimate in zip(members, average_over_ranks(estimates), strict=True):
             ledger.estimates[member.p] = estimate
             ledger.folded[member.p].grad = shared[member.p]
@@ -229,7 +229,7 @@ class PortableDiagonal(VariationalOptimizer):
         for member in members:
             folded = self._ledger.folded.pop(member.p, None)
             if folded is not None:
-                ready.append(_Ready(member, state_here(self._state(member)), folded))
+                ready.append(_Ready(member, local_state(self._state(member)), folded))
                 ready[-1].state["step"] += 1
         for bundle in bundles_of(ready):
             self._update_bundle(bundle)
@@ -242,7 +242,10 @@ class PortableDiagonal(VariationalOptimizer):
         statistics = Folded(
             gather([f.grad for f in folded]), gather([f.product for f in folded]), count=folded[0].count
         )
-        hess, damping = gather([s["hess"] for s in states]), gather_or_number([here(i.member.damping) for i in bundle])
+        hess, damping = (
+            gather([s["hess"] for s in states]),
+            gather_or_number([to_local(i.member.damping) for i in bundle]),
+        )
         momentum = gather([state["momentum"] for state in states]) if group["betas"][0] > 0 else None
         debiased = momentum is not None or self._debiases_hess
         new = self._rule(group)(
@@ -255,7 +258,7 @@ class PortableDiagonal(VariationalOptimizer):
             lr=self._step_size(group, damping),
             betas=group["betas"],
             damping=damping,
-            prior_mean=gather_or_number([here(item.member.prior_mean) for item in bundle]),
+            prior_mean=gather_or_number([to_local(item.member.prior_mean) for item in bundle]),
             clip_radius=group["clip_radius"],
         )
         scatter_([item.member.local for item in bundle], new.mean)
@@ -284,24 +287,24 @@ class PortableDiagonal(VariationalOptimizer):
         first = bundle[0].member
         ess, prior = self._ledger.settings.get(first.group_number, settings_of(first.group))
         priors = [prior[item.member.position] if isinstance(prior, list) else prior for item in bundle]
-        return diagonal.precision(hess, ess, gather_or_number([here(prior) / ess for prior in priors]))
+        return diagonal.precision(hess, ess, gather_or_number([to_local(prior) / ess for prior in priors]))
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
     def _variance(self, member: Member, state: dict[str, Tensor]) -> Tensor:
         """σ² of the part of a parameter that lies on this rank."""
-        return diagonal.variance(state["hess"], member.ess, here(member.damping))
+        return diagonal.variance(state["hess"], member.ess, to_local(member.damping))
 
-    def _spread_variance(self, member: Member, state: dict[str, Tensor]) -> Tensor:
+    def _sharded_variance(self, member: Member, state: dict[str, Tensor]) -> Tensor:
         """σ² of a parameter."""
-        return spread_like(self._variance(member, state_here(state)), member.p)
+        return sharded_like(self._variance(member, local_state(state)), member.p)
 
     def _marginals(self) -> Iterator[Marginal]:
         for member in self._members():
             state = self.state.get(member.p)
             if state and int(state["step"]) > 0:
                 yield Marginal(
-                    member, mean_of(member.p, state), self._spread_variance(member, state), state.get("hess")
+                    member, mean_of(member.p, state), self._sharded_variance(member, state), state.get("hess")
                 )
 
     @torch.no_grad()
@@ -328,11 +331,11 @@ class PortableDiagonal(VariationalOptimizer):
         mean, variance, prior_mean, prior_precision = {}, {}, {}, {}
         for name, member in named:
             state = self._peek_state(member)
-            mean[name] = whole(mean_of(member.p, state)).clone()
-            variance[name] = whole(self._spread_variance(member, state))
+            mean[name] = full_tensor(mean_of(member.p, state)).clone()
+            variance[name] = full_tensor(self._sharded_variance(member, state))
             require_finite(name, mean[name], variance[name])
-            prior_mean[name] = as_tensor(whole(member.prior_mean)).to(mean[name]).clone()
-            prior_precision[name] = as_tensor(whole(member.prior_precision)).to(mean[name]).clone()
+            prior_mean[name] = as_tensor(full_tensor(member.prior_mean)).to(mean[name]).clone()
+            prior_precision[name] = as_tensor(full_tensor(member.prior_precision)).to(mean[name]).clone()
         return DiagonalPosterior(
             model,
             mean,

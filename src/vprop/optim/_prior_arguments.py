@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vprop.checks import invalid, is_finite
-from vprop.placement import here, part_of
+from vprop.parallel.sharding import shard_of, to_local
 from vprop.precision import compute_dtype
 
 
@@ -43,7 +43,7 @@ def _precision(group: dict[str, Any], matrix_prior: bool) -> None:
     if isinstance(precision, list | tuple):
         group["prior_precision"] = _per_parameter("prior_precision", precision, params)
         for tensor in group["prior_precision"]:
-            if not bool((torch.isfinite(here(tensor)) & (here(tensor) >= 0)).all()):
+            if not bool((torch.isfinite(to_local(tensor)) & (to_local(tensor) >= 0)).all()):
                 raise invalid("prior_precision", "a tensor with bad entries", "finite and >= 0 everywhere", remedy)
     elif isinstance(precision, Tensor):
         if not matrix_prior:
@@ -65,7 +65,7 @@ def _mean(group: dict[str, Any]) -> None:
             raise invalid("prior_mean", group["prior_mean"], "None or a list of tensors like params", "None means 0.")
         group["prior_mean"] = _per_parameter("prior_mean", group["prior_mean"], group["params"])
         for tensor in group["prior_mean"]:
-            if not bool(torch.isfinite(here(tensor)).all()):
+            if not bool(torch.isfinite(to_local(tensor)).all()):
                 raise invalid(
                     "prior_mean",
                     "a tensor with bad entries",
@@ -115,5 +115,5 @@ def _per_parameter(name: str, tensors: Sequence[Any], params: Sequence[Tensor]) 
                 "The list goes in the order of the parameters."
             )
         _check_kind(f"{name}[{i}]", tensor)
-        copies.append(part_of(tensor.detach(), p).to(device=p.device, dtype=compute_dtype(p), copy=True))
+        copies.append(shard_of(tensor.detach(), p).to(device=p.device, dtype=compute_dtype(p), copy=True))
     return copies

@@ -17,8 +17,8 @@ from vprop.checks import check_flag, invalid, is_number
 from vprop.optim._arguments import check_samples
 from vprop.optim._ledger import Holder, Ledger, forget_casts, note_hooks
 from vprop.optim._plans import KeptWeights, Plan
-from vprop.optim._ranks import has_own_noise
-from vprop.placement import is_spread
+from vprop.parallel.ranks import has_own_noise
+from vprop.parallel.sharding import is_sharded
 
 
 class SamplingOptimizer(Optimizer):
@@ -205,7 +205,7 @@ class SamplingOptimizer(Optimizer):
         if torch.is_grad_enabled() and not backward_is_due:
             self._leave()
             return
-        if torch.is_grad_enabled() and any(is_spread(p) for group in self.param_groups for p in group["params"]):
+        if torch.is_grad_enabled() and any(is_sharded(p) for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 f"{what} between a forward in training mode and its backward: the weights hold the sample that the "
                 "backward needs. Where parameters are spread over ranks, call it inside `with torch.no_grad():`, or "

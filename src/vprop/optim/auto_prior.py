@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vprop.checks import invalid, is_number
 from vprop.optim._members import Marginal
-from vprop.placement import sums
+from vprop.parallel.sharding import sums
 
 BOUNDS = (1e-8, 1e8)
 """λ stays in here. Where the data say nothing of a group the best λ is infinite."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vprop.optim._members import Marginal
 from vprop.optim.auto_prior import BOUNDS
-from vprop.placement import sums
+from vprop.parallel.sharding import sums
 
 MOST = 0.5
 """A symptom counts when more than this share of a group's weights show it."""

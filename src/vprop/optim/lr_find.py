@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from vprop.checks import check_loss, check_model, invalid, is_finite, is_number, shown
 from vprop.objective import LossFunction, Objective
 from vprop.optim._base import VariationalOptimizer
-from vprop.optim._ranks import average_over_ranks
-from vprop.placement import is_spread
+from vprop.parallel.ranks import average_over_ranks
+from vprop.parallel.sharding import is_sharded
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Times the optimizer's own lr: what is tried if nobody says."""
@@ -142,7 +142,7 @@ def _over_ranks(loss: float, objective: Objective) -> float | None:
 
     ``None`` for a batch in which nothing counts, on no rank: its loss is NaN, but that is not divergence.
     """
-    spread = any(is_spread(p) for p in objective.model.parameters())  # then a forward of one rank alone would hang
+    spread = any(is_sharded(p) for p in objective.model.parameters())  # then a forward of one rank alone would hang
     counts = not math.isnan(loss) or spread or objective.has_targets()
     if not spread and objective.process_group is None:
         return loss if counts else None

@@ -14,7 +14,7 @@ from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim._diagonal import DiagonalOptimizer
 from vprop.optim._members import Member, mean_of
 from vprop.optim.auto_prior import PriorPrecision
-from vprop.placement import here
+from vprop.parallel.sharding import to_local
 
 
 class Vadam(DiagonalOptimizer):
@@ -85,7 +85,7 @@ class Vadam(DiagonalOptimizer):
         return MeanSquare()
 
     def _averaged(self, member: Member, state: dict[str, Tensor], grad: Tensor) -> Tensor:
-        return grad + here(member.damping) * (mean_of(member.local, state) - here(member.prior_mean))
+        return grad + to_local(member.damping) * (mean_of(member.local, state) - to_local(member.prior_mean))
 
     def _rule(self, group: dict[str, Any]) -> Callable[..., diagonal.Step]:
         return diagonal.vadam_step

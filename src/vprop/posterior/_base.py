@@ -20,7 +20,7 @@ from vprop.objective import LossFunction, Objective, batch_size_of, call_model
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
 from vprop.replica import Replica
-from vprop.wrappers import refuse_spread
+from vprop.wrappers import refuse_sharded
 
 _COUNTING = threading.Lock()
 """Two threads that ask a posterior for a fresh draw at once must not get the same one."""
@@ -145,7 +145,7 @@ class Posterior(ABC):
         any number of threads may predict at once, while another one trains.
         """
         num_samples, seed = check_num_samples(num_samples), check_seed(seed)
-        refuse_spread(self.model, "predict()")
+        refuse_sharded(self.model, "predict()")
         likelihood = self.likelihood if likelihood is None else likelihood
         if noise_variance is None and likelihood == "gaussian":
             noise_variance = self.noise_variance
@@ -235,7 +235,7 @@ class Posterior(ABC):
             )
         # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
         losses, examples = [0.0] * num_samples, 0.0
-        refuse_spread(self.model, "elbo()")
+        refuse_sharded(self.model, "elbo()")
         for x, y, batch_loss in self._batches(objective, loss_fn):
             size, watch = 0.0, LossWatch()
             for k, model in enumerate(self._sampled_models(num_samples, seed)):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from vprop.checks import shown
 from vprop.likelihood import LikelihoodLike
-from vprop.placement import as_tensor
 from vprop.posterior._base import Posterior
 from vprop.posterior.diagonal import DiagonalPosterior
 from vprop.posterior.full import FullPosterior
+from vprop.precision import as_tensor
 
 
 def wide(value: Tensor, like: Tensor) -> Tensor:

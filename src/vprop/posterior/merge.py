@@ -10,13 +10,13 @@ from torch import Tensor
 
 from vprop.checks import is_number
 from vprop.likelihood import LikelihoodLike
-from vprop.placement import as_tensor
 from vprop.posterior import _shards
 from vprop.posterior._base import Posterior
 from vprop.posterior._shards import total, wide
 from vprop.posterior.diagonal import DiagonalPosterior
 from vprop.posterior.full import FullPosterior
 from vprop.posterior.prior import GaussianPrior
+from vprop.precision import as_tensor
 
 _AnyPosterior = TypeVar("_AnyPosterior", bound=Posterior)
 _CLOSE = 1e-6

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood, split_heteroscedastic
-from vprop.placement import as_tensor
+from vprop.precision import as_tensor
 
 
 class Prediction:

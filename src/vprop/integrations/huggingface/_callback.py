@@ -18,7 +18,7 @@ from vprop.integrations.huggingface._scores import LOWER_IS_BETTER, score
 from vprop.likelihood import LikelihoodLike, snapshot_likelihood
 from vprop.optim import VariationalOptimizer
 from vprop.optim._hooks import Attachment
-from vprop.placement import sums
+from vprop.parallel.sharding import sums
 
 
 class PosteriorCallback(TrainerCallback):

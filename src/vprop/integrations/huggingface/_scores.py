@@ -21,7 +21,7 @@ from vprop.integrations.huggingface._targets import kind_of, labelled_logits, lo
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
 from vprop.objective import call_model
 from vprop.posterior import Posterior, Prediction
-from vprop.wrappers import refuse_spread
+from vprop.wrappers import refuse_sharded
 
 
 class Scores(ABC):
@@ -145,7 +145,7 @@ def score(
     random state are as before.
     """
     model, scores = posterior.model, None
-    refuse_spread(model, "Evaluation with samples (PosteriorCallback without num_samples=0)")
+    refuse_sharded(model, "Evaluation with samples (PosteriorCallback without num_samples=0)")
     device = next(model.parameters()).device
     # Each pass over a DataLoader takes a number from torch's random state, which dropout would miss.
     with torch.random.fork_rng(devices=[]):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vprop.checks import check_model
 from vprop.likelihood import Likelihood
-from vprop.placement import as_tensor
+from vprop.precision import as_tensor
 
 IGNORED = -100
 """The label that Hugging Face's losses leave out."""

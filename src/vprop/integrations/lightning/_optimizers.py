@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vprop.optim import VariationalOptimizer
-from vprop.placement import sums
+from vprop.parallel.sharding import sums
 
 
 def variational(optimizers: Any) -> list[VariationalOptimizer]:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vprop.optim._ranks import rank_and_count
-from vprop.placement import gradient_here, here, is_spread
+from vprop.parallel.ranks import rank_and_count
+from vprop.parallel.sharding import is_sharded, local_grad, to_local
 
 PATIENCE = 10.0
 """Seconds to wait for the second note of a rank whose first one is suspicious."""
@@ -41,7 +41,7 @@ class SeedCheck:
         if self._done or self._name or rank_and_count()[1] == 1:
             return
         params = [p for group in groups for p in group["params"]]
-        weights = _digest([here(p) for p in params if not is_spread(p)], [_layout(p) for p in params])
+        weights = _digest([to_local(p) for p in params if not is_sharded(p)], [_layout(p) for p in params])
         self._seeds = ",".join(str(group["seed"]) for group in groups)
         rank, store = rank_and_count()[0], _store()
         if store is None:
@@ -61,10 +61,10 @@ class SeedCheck:
             return
         self._done, store = True, _store()
         params = [p for group in groups for p in group["params"]]
-        if any(is_spread(p) for p in params):
+        if any(is_sharded(p) for p in params):
             differ = self._differ(store, "noted")
         else:
-            grads = [grad for p in params if (grad := gradient_here(p)) is not None]
+            grads = [grad for p in params if (grad := local_grad(p)) is not None]
             # Equal gradients at different samples can only be an average. Said in any case: others may wait for it.
             same_gradients = f"gradients/{_digest(grads, [])}"
             self._count(store, same_gradients)
@@ -107,7 +107,7 @@ def _store() -> Any:
 
 
 def _layout(p: Tensor) -> str:
-    if not is_spread(p):
+    if not is_sharded(p):
         return f"{tuple(p.shape)}"
     return f"{tuple(p.shape)} {p.device_mesh.mesh.tolist()} {p.placements}"  # type: ignore[attr-defined]
 

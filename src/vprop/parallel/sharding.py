@@ -1,4 +1,4 @@
-"""Parameters spread over ranks (torch's DTensor): the part that lies here, and which elements of the whole it is.
+"""Sharded parameters (torch's DTensor): the local part, and which elements of the full tensor it is.
 
 An update is a formula for each element by itself, so every rank works on its own part, with the noise of these
 elements. Sums over all weights are left to DTensor, which knows how to add up over ranks.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 Value = TypeVar("Value")
 
 
-def is_spread(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     """Whether a tensor is spread over ranks."""
     if type(value) in (Tensor, nn.Parameter):
         return False
@@ -25,9 +25,9 @@ def is_spread(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def here(value: Value) -> Value:
+def to_local(value: Value) -> Value:
     """The part of a tensor that lies on this rank, sharing its memory; anything else as it is."""
-    if not is_spread(value):
+    if not is_sharded(value):
         return value
     if not torch.is_grad_enabled():  # to_local() is no operation then, and needs no detach() before it, which is slow
         return value.to_local()  # type: ignore[attr-defined]
@@ -35,19 +35,14 @@ def here(value: Value) -> Value:
         return value.to_local()  # type: ignore[attr-defined]
 
 
-def as_tensor(value: Any) -> Tensor:
-    """A tensor as it is; a number or an array as a tensor on the CPU, whatever torch's default device is."""
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
-
-
-def whole(value: Value) -> Value:
+def full_tensor(value: Value) -> Value:
     """The whole of a tensor, brought together from all ranks, which must all ask for it; anything else as it is."""
-    return value.full_tensor() if is_spread(value) else value  # type: ignore[attr-defined]
+    return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
 
 
-def spread_like(part: Tensor, like: Any) -> Tensor:
+def sharded_like(part: Tensor, like: Any) -> Tensor:
     """A tensor whose part on this rank is ``part``, spread as ``like`` is."""
-    if not is_spread(like):
+    if not is_sharded(like):
         return part
     from torch.distributed.tensor import DTensor
 
@@ -56,23 +51,23 @@ def spread_like(part: Tensor, like: Any) -> Tensor:
     )
 
 
-def part_of(tensor: Any, like: Any) -> Tensor:
+def shard_of(tensor: Any, like: Any) -> Tensor:
     """``tensor``, which every rank holds as a whole or spread in its own way, spread as ``like`` is."""
-    if not is_spread(like):
-        return whole(tensor)
-    if is_spread(tensor):
+    if not is_sharded(like):
+        return full_tensor(tensor)
+    if is_sharded(tensor):
         return tensor.redistribute(like.device_mesh, like.placements)
     block = block_of(like)
     window = tuple(slice(first, first + size) for first, size in zip(block.offset, block.size, strict=True))
-    return spread_like(tensor.detach().to(like.device)[window].contiguous(), like)
+    return sharded_like(tensor.detach().to(like.device)[window].contiguous(), like)
 
 
 def sums(tensors: Sequence[Any]) -> list[float]:
     """The sum of each tensor, over all ranks for those that are spread, which are asked for in one go."""
-    totals = [here(tensor).sum(dtype=torch.float64) for tensor in tensors]
+    totals = [to_local(tensor).sum(dtype=torch.float64) for tensor in tensors]
     alike: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if is_spread(tensor):
+        if is_sharded(tensor):
             alike.setdefault((tensor.device_mesh, tensor.placements), []).append(i)
     for (mesh, placements), members in alike.items():
         from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -84,12 +79,12 @@ def sums(tensors: Sequence[Any]) -> list[float]:
     return [float(total) for total in totals]
 
 
-def gradient_here(p: Any) -> Tensor | None:
+def local_grad(p: Any) -> Tensor | None:
     """``p.grad``, or the part of it that belongs to the part of ``p`` on this rank."""
     grad = p.grad
-    if grad is not None and is_spread(grad) and grad.placements != p.placements:
+    if grad is not None and is_sharded(grad) and grad.placements != p.placements:
         grad = grad.redistribute(p.device_mesh, p.placements)  # a sum over ranks, say, that nobody has taken yet
-    return here(grad)
+    return to_local(grad)
 
 
 @dataclass(frozen=True)
@@ -120,12 +115,12 @@ class Block:
 
 def block_of(p: Any) -> Block:
     """Which elements of a parameter lie on this rank: all of them, if it is not spread."""
-    if not is_spread(p):
+    if not is_sharded(p):
         return Block(tuple(p.shape), (0,) * p.dim(), tuple(p.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    local = tuple(here(p).shape)
+    local = tuple(to_local(p).shape)
     if tuple(size) != local or len(offset) != len(p.shape):
         raise RuntimeError(
             f"A parameter of shape {tuple(p.shape)} is spread over ranks as {p.placements}, of which {local} lie here: "

@@ -1,0 +1,1 @@
+"""Ranks: where the shards of a parameter lie, noise per rank, averages over ranks, FSDP's copies of the weights."""
