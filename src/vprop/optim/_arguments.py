@@ -185,15 +185,6 @@ def _implementation(group: dict[str, Any]) -> None:
         raise invalid("fused", True, "None or False with foreach=True", "Ask for one implementation, or for none.")
 
 
-def refuse_sharded_parameters(group: dict[str, Any], optimizer: str) -> None:
-    """Refuse parameters that are spread over ranks, for optimizers that need them whole."""
-    if any(is_sharded(p) for p in group["params"]):
-        raise ValueError(
-            f"{optimizer} needs whole parameters, but these are spread over ranks (FSDP, tensor parallel). Use "
-            "DistributedDataParallel, or a diagonal optimizer: Vprop, IVON, Vadam."
-        )
-
-
 def warn_of_shared_memory(group: dict[str, Any]) -> None:
     """Warn of weights that several processes may write to at once, each with a sample of its own."""
     shared = [
@@ -245,56 +236,6 @@ def check_fused(group: dict[str, Any], optimizer: str, has_kernels: bool) -> Non
                 "plain float32, bfloat16 and float16 tensors on a GPU with Triton, and on a CPU if vprop was installed "
                 "with its compiled part.",
             )
-
-
-_SHARED_BY_GROUPS = (
-    "num_data",
-    "temperature",
-    "betas",
-    "antithetic",
-    "centered",
-    "maximize",
-    "sampled_fisher",
-    "noise",
-)
-
-
-def check_shared(groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse groups that cannot have one covariance over all of them."""
-    for name in _SHARED_BY_GROUPS:
-        values = [group.get(name) for group in groups]
-        if any(value != values[0] for value in values):
-            raise invalid(
-                name,
-                values,
-                "the same in all parameter groups of a full covariance",
-                "One matrix covers all groups; lr, the prior and clip_radius may differ.",
-            )
-    if len(groups) > 1 and any(isinstance(group["prior_precision"], Tensor) for group in groups):
-        raise ValueError(
-            "Invalid prior_precision: a matrix covers all weights, so there can be one parameter group only. Put all "
-            "parameters into one group."
-        )
-    kinds = {(p.device, compute_dtype(p)) for group in groups for p in group["params"] if p.requires_grad}
-    if len(kinds) > 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds))
-        raise ValueError(
-            f"One covariance over all parameters needs them on one device and in one precision, but there is {found}. "
-            "Move the model, or use a diagonal optimizer (Vprop, CVI)."
-        )
-
-
-def check_size(name: str, params: Sequence[Tensor], limit: int) -> None:
-    """Refuse a matrix that is larger than the user agreed to."""
-    size = sum(p.numel() for p in params)
-    if size > limit:
-        gigabytes = 8 * size**2 / 1e9
-        raise ValueError(
-            f"{name} keeps one covariance over all parameters: {size:,} parameters make a matrix of {size:,} × "
-            f"{size:,} numbers ({gigabytes:,.2f} GB, of which a step holds about five), more than "
-            f"max_parameters={limit:,}. Pass max_parameters={size} if the memory is there; or use a diagonal optimizer "
-            "(Vprop, CVI, VOGN); or pass only the parameters of the last layers."
-        )
 
 
 def _hess_init(group: dict[str, Any]) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from vprop.checks import invalid, is_number
-from vprop.optim._members import Marginal
+from vprop.structures.members import Marginal
 from vprop.parallel.sharding import sums
+
+if TYPE_CHECKING:
+    from vprop.optim.optimizer import VariationalOptimizer
 
 BOUNDS = (1e-8, 1e8)
 """λ stays in here. Where the data say nothing of a group the best λ is infinite."""
@@ -89,6 +93,18 @@ def take_auto(group: dict[str, Any]) -> None:
         "warmup": int(wanted.warmup),
         "changed_at": 0,
     }
+
+
+@torch.compiler.disable
+def follow_auto_priors(optimizer: VariationalOptimizer) -> None:
+    """Let λ follow the posterior in the groups that asked for it. Reads numbers, so it stays out of graphs."""
+    groups = optimizer.param_groups
+    steps = [optimizer._steps_made(group) for group in groups]
+    due = due_for_change(groups, steps)
+    if due:
+        update_auto_priors(groups, due, optimizer._marginals())
+    for number in due:
+        groups[number]["auto_prior"]["changed_at"] = steps[number]
 
 
 def due_for_change(groups: list[dict[str, Any]], steps: list[int]) -> list[int]:

@@ -10,11 +10,11 @@ from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, HessianDiagonal
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim.optimizer import VariationalOptimizer
 from vprop.optim.auto_prior import PriorPrecision
 
 
-class CVI(DiagonalOptimizer):
+class CVI(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with the exact Hessian diagonal (the paper's CVI; diagonal VON).
 
         θₖ = μ + εₖ/√(ess·(h+δ)),  εₖ ~ N(0, I)           k = 1…K, K = ``mc_samples`` (10 in the paper; 0: θ = μ)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vprop.optim._members import Marginal
+from vprop.structures.members import Marginal
 from vprop.optim.auto_prior import BOUNDS
 from vprop.parallel.sharding import sums
 

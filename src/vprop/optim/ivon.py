@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, Price
-from vprop.functional import diagonal
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim.optimizer import VariationalOptimizer
+from vprop.structures import RIEMANNIAN, Rule
 from vprop.optim.auto_prior import PriorPrecision
 
 
-class IVON(DiagonalOptimizer):
+class IVON(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference by an improved variational online Newton step (Shen et al., 2024).
 
         θₖ = μ + εₖ/√(ess·(h+δ)),  εₖ ~ N(0, I)                  k = 1…K, K = ``mc_samples``
@@ -82,8 +81,13 @@ class IVON(DiagonalOptimizer):
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return Price()
 
-    def _rule(self, group: dict[str, Any]) -> Callable[..., diagonal.Step]:
-        return partial(diagonal.natural_gradient_step, riemannian=True)
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        return RIEMANNIAN
 
-    def _step_size(self, group: dict[str, Any], damping: float | Tensor) -> float | Tensor:
-        return group["lr"] * (group["hess_init"] + damping) if group["rescale_lr"] else group["lr"]
+    def _rate_factor(self, group: dict[str, Any], ess: float) -> float | list[Tensor]:
+        if not group["rescale_lr"]:
+            return 1.0
+        precision = group["prior_precision"]
+        if isinstance(precision, list):
+            return [group["hess_init"] + tensor / ess for tensor in precision]
+        return group["hess_init"] + precision / ess

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,13 +10,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from vprop.checks import invalid
 from vprop.curvature import NAMES, CurvatureEstimator, by_name
-from vprop.functional import diagonal
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim.optimizer import VariationalOptimizer
+from vprop.structures import NATURAL, RIEMANNIAN, Rule
 from vprop.optim.auto_prior import PriorPrecision
 
 
-class MeanField(DiagonalOptimizer):
+class MeanField(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with any estimator of the curvature: the grid that the others are from.
 
         θₖ = μ + εₖ/√(ess·(h+δ)),  εₖ ~ N(0, I)           k = 1…K, K = ``mc_samples`` (K = 0: θ = μ)
@@ -106,8 +105,8 @@ class MeanField(DiagonalOptimizer):
             return curvature
         return by_name(curvature, antithetic=group["antithetic"], chunk_size=group["chunk_size"])
 
-    def _rule(self, group: dict[str, Any]) -> Callable[..., diagonal.Step]:
-        return partial(diagonal.natural_gradient_step, riemannian=group["riemannian"])
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        return RIEMANNIAN if group["riemannian"] else NATURAL
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; an estimator is saved by its name, so that the file holds nothing but numbers and words."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, MeanSquare
-from vprop.functional import diagonal
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim._diagonal import DiagonalOptimizer
-from vprop.optim._members import Member, mean_of
+from vprop.optim.optimizer import VariationalOptimizer
+from vprop.structures import VADAM, Rule
 from vprop.optim.auto_prior import PriorPrecision
-from vprop.parallel.sharding import to_local
 
 
-class Vadam(DiagonalOptimizer):
+class Vadam(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with the step of Adam (Khan et al., 2018).
 
         θₖ = μ + εₖ/√(ess·(h+δ)),  εₖ ~ N(0, I)           k = 1…K, K = ``mc_samples`` (K = 0: θ = μ)
@@ -54,7 +52,6 @@ class Vadam(DiagonalOptimizer):
     """
 
     _can_center = False
-    _debiases_hess = True
 
     def __init__(
         self,
@@ -84,8 +81,5 @@ class Vadam(DiagonalOptimizer):
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return MeanSquare()
 
-    def _averaged(self, member: Member, state: dict[str, Tensor], grad: Tensor) -> Tensor:
-        return grad + to_local(member.damping) * (mean_of(member.local, state) - to_local(member.prior_mean))
-
-    def _rule(self, group: dict[str, Any]) -> Callable[..., diagonal.Step]:
-        return diagonal.vadam_step
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        return VADAM

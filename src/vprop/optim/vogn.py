@@ -10,11 +10,11 @@ from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, PerExampleGaussNewton
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim.optimizer import VariationalOptimizer
 from vprop.optim.auto_prior import PriorPrecision
 
 
-class VOGN(DiagonalOptimizer):
+class VOGN(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with the Gauss–Newton diagonal (Khan et al., 2018).
 
         θₖ = μ + εₖ/√(ess·(h+δ)),  εₖ ~ N(0, I)                          k = 1…K, K = ``mc_samples`` (K = 0: θ = μ)

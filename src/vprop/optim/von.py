@@ -10,11 +10,12 @@ from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, Hessian
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim._full import FullOptimizer
+from vprop.optim.optimizer import VariationalOptimizer
+from vprop.structures import Full
 from vprop.optim.auto_prior import PriorPrecision
 
 
-class VON(FullOptimizer):
+class VON(VariationalOptimizer):
     r"""Gaussian variational inference with a full covariance and the exact Hessian: variational online Newton.
 
         θₖ = μ + L⁻ᵀεₖ/√ess,  LLᵀ = H + δI,  εₖ ~ N(0, I)  k = 1…K, K = ``mc_samples``
@@ -44,6 +45,7 @@ class VON(FullOptimizer):
     torch.Size([3, 3])
     """
 
+    structure = Full
     _can_center = False
 
     def __init__(

@@ -11,11 +11,12 @@ from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, from_gradients
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim._full import FullOptimizer
+from vprop.optim.optimizer import VariationalOptimizer
+from vprop.structures import Full
 from vprop.optim.auto_prior import PriorPrecision
 
 
-class VONG(FullOptimizer):
+class VONG(VariationalOptimizer):
     r"""Gaussian variational inference with a full covariance from gradients alone.
 
         θₖ = μ + L⁻ᵀεₖ/√ess,  LLᵀ = H + δI,  εₖ ~ N(0, I)  k = 1…K, K = ``mc_samples``
@@ -47,6 +48,8 @@ class VONG(FullOptimizer):
     >>> bool(loss < 0.1)
     True
     """
+
+    structure = Full
 
     def __init__(
         self,

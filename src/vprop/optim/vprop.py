@@ -11,11 +11,11 @@ from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, from_gradients
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim._diagonal import DiagonalOptimizer
+from vprop.optim.optimizer import VariationalOptimizer
 from vprop.optim.auto_prior import PriorPrecision
 
 
-class Vprop(DiagonalOptimizer):
+class Vprop(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with the cost of RMSprop (Khan et al., 2017).
 
     The loss ℓ is a mean over the mini-batch; N is ``num_data``, λ ``prior_precision``, m₀ ``prior_mean``, τ

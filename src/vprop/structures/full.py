@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,30 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from vprop import noise
-from vprop.checks import check_model
-from vprop.curvature import CurvatureEstimator, Evidence
+from vprop.curvature import CurvatureEstimator, Evidence, Folded
 from vprop.functional import full
-from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
-from vprop.optim._arguments import check_shared, check_size, refuse_sharded_parameters
-from vprop.optim._base import VariationalOptimizer
-from vprop.optim._curvature_matrix import CurvatureMatrix, KeptFactor
-from vprop.optim._loading import StateForm, broken, other_shape
-from vprop.optim._members import (
+from vprop.parallel.ranks import average_over_ranks, mean_so_far
+from vprop.posterior import FullPosterior, GaussianPrior
+from vprop.precision import as_tensor, compute_dtype
+from vprop.structures.base import MEAN, Structure, TensorSpec
+from vprop.structures.checks import broken, check_shared, check_size, other_shape, refuse_sharded_parameters
+from vprop.structures.curvature_matrix import CurvatureMatrix, KeptFactor
+from vprop.structures.members import (
+    GroupStep,
     Marginal,
     Member,
+    State,
     draw_of,
     gradient_of,
     mean_of,
-    members_of,
     named_members,
-    new_state,
     require_finite,
 )
-from vprop.optim._sampling import at_the_mean
-from vprop.parallel.ranks import average_over_ranks, has_own_noise, mean_so_far
-from vprop.posterior import FullPosterior, GaussianPrior
-from vprop.precision import as_tensor, compute_dtype, needs_master_copy
+from vprop.structures.plans import Plan
 from vprop.wrappers import unwrapped
 
 _WIDE = torch.float64
@@ -76,44 +72,56 @@ class _FullPlan:
         return [entry.member.p for entry in self.entries]
 
 
-class FullOptimizer(VariationalOptimizer):
-    """Sampling and update of a Gaussian with a full covariance; a subclass chooses the curvature estimator.
+class Full(Structure):
+    """A Gaussian with a full covariance.
 
     State per parameter: ``step`` (int64), ``shape`` (its own, so that the rows of the matrix can be told apart),
     ``momentum`` if β₁ > 0, ``mean`` (float32) for bfloat16 and float16 weights; and, with the first of them, ``hess``:
     the matrix H over all parameters that have a state, in float64.
     """
 
-    _matrix_prior = True
-    _state_form = StateForm(needed=(), like_parameter=("momentum", "mean"), shared=("hess",), may_be_anything=("mean",))
+    state_spec = {
+        "hess": TensorSpec(like_parameter=False, dtype=_WIDE),
+        "momentum": TensorSpec(),
+        "mean": MEAN,
+    }
+    takes_matrix_prior = True
 
-    @abstractmethod
-    def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
-        """The estimator of Ĥ that the hyperparameters, the same in all groups, ask for."""
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self._taking_part: dict[Tensor, bool] = {}
+        """The parameters that had a gradient in some sample of this step."""
+        self._folded: Folded | None = None
+        self._observation: Tensor | None = None
+        """What the curvature estimator saw of the objective at the open sample."""
+        self._shared_gradient: Tensor | None = None
+        """Where ranks have noise of their own: the mean over ranks and samples."""
+        self._kept_factor: KeptFactor | None = None
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        refuse_sharded_parameters(group, type(self).__name__)
+    def forget(self) -> None:
+        """Forget what was folded of this step's samples."""
+        self._taking_part = {}
+        self._folded = self._observation = self._shared_gradient = None
 
-    def _check_groups_together(self, groups: list[dict[str, Any]]) -> None:
-        super()._check_groups_together(groups)
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse sharded parameters."""
+        refuse_sharded_parameters(group, self.optimizer)
+
+    def check_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse groups that cannot have one covariance, or too large a one."""
         check_shared(groups)
         params = [p for group in groups for p in group["params"] if p.requires_grad]
-        check_size(type(self).__name__, params, max(group["max_parameters"] for group in groups))
+        check_size(self.optimizer, params, max(group["max_parameters"] for group in groups))
 
-    def _members(self) -> list[Member]:
-        return list(members_of(self.param_groups))
-
+    @property
     def _estimator(self) -> CurvatureEstimator:
-        return self._curvature(self.param_groups[0])
+        return self.groups[0].estimator
 
     # -- state -----------------------------------------------------------------------------------------------
 
-    def _state_dtype(self, key: str, p: Tensor) -> torch.dtype:
-        return _WIDE if key == "hess" else super()._state_dtype(key, p)
-
-    def _check_state(self, state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        known = [p for group in groups for p in group["params"] if state.get(p)]
+    def check_state(self, groups: list[GroupStep], state: dict[Any, State]) -> None:
+        """Refuse a matrix of other parameters."""
+        known = [p for step in groups for p in step.group["params"] if state.get(p)]
         for i, p in enumerate(known):
             shape = tuple(state[p]["shape"].tolist()) if "shape" in state[p] else tuple(p.shape)
             if shape != tuple(p.shape):
@@ -124,17 +132,21 @@ class FullOptimizer(VariationalOptimizer):
             found = [tuple(matrix.shape) for matrix in matrices] or "none"
             raise broken(f"there must be one 'hess' of shape {(size, size)} in the state, but there is {found}")
 
-    def _peek_state(self, member: Member) -> dict[str, Tensor]:
-        """The state of a parameter, or what it would be, without keeping it."""
-        complete = new_state(member)
-        complete["shape"] = torch.tensor(member.p.shape, dtype=torch.int64, device=member.p.device)
-        complete.update(self.state.get(member.p, {}))
-        if not needs_master_copy(member.p):
-            complete.pop("mean", None)
-        return complete
+    def new_state(self, member: Member) -> State:
+        """With the shape: the matrix does not say whose rows it has."""
+        state = super().new_state(member)
+        state["shape"] = torch.tensor(member.p.shape, dtype=torch.int64, device=member.p.device)
+        return state
 
-    def _make_state(self) -> None:
-        members = self._members()
+    def peek_state(self, member: Member) -> State:
+        """A copy, because it is completed."""
+        state = dict(super().peek_state(member))
+        state.setdefault("shape", torch.tensor(member.p.shape, dtype=torch.int64, device=member.p.device))
+        return state
+
+    def make_state(self) -> None:
+        """Give every parameter the state that it would have before its first step."""
+        members = self.members
         if members:
             self._matrix(members, keep=True)
         for member in members:
@@ -144,13 +156,12 @@ class FullOptimizer(VariationalOptimizer):
 
     def _matrix(self, members: list[Member], keep: bool) -> CurvatureMatrix:
         """The curvature over ``members``; ``keep`` gives those that have no state one."""
-        self._check_groups_together(self.param_groups)
-        everyone = [p for group in self.param_groups for p in group["params"]]
+        everyone = [p for step in self.groups for p in step.group["params"]]
         known = [p for p in everyone if self.state.get(p)]
         stored = next((self.state[p]["hess"] for p in known if "hess" in self.state[p]), None)
         if keep:
             for member in members:
-                self.state[member.p] = self._peek_state(member)
+                self.state[member.p] = self.peek_state(member)
             wanted = [p for p in everyone if self.state.get(p)]
             if stored is None or len(wanted) > len(known):
                 stored = self._grown(stored, known, wanted)
@@ -166,7 +177,7 @@ class FullOptimizer(VariationalOptimizer):
 
     def _grown(self, stored: Tensor | None, known: list[Tensor], wanted: list[Tensor]) -> Tensor:
         """The matrix over more parameters: the new ones start with ``hess_init`` and without correlations."""
-        inits = {id(p): group["hess_init"] for group in self.param_groups for p in group["params"]}
+        inits = {id(p): step.group["hess_init"] for step in self.groups for p in step.group["params"]}
         device = wanted[0].device
         diagonals = [torch.full((p.numel(),), inits[id(p)], dtype=_WIDE, device=device) for p in wanted]
         grown = torch.diag(torch.cat(diagonals))
@@ -177,7 +188,7 @@ class FullOptimizer(VariationalOptimizer):
 
     def _damping(self, members: list[Member]) -> float | Tensor:
         """δ over ``members``: a number, one per weight, or a matrix."""
-        ess, precision = members[0].ess, members[0].group["prior_precision"]
+        ess, precision = members[0].ess, members[0].step.prior_precision
         if isinstance(precision, Tensor):
             all_params = members[0].group["params"]
             return CurvatureMatrix(precision, all_params, [member.p for member in members]).sub / ess
@@ -188,13 +199,14 @@ class FullOptimizer(VariationalOptimizer):
 
     # -- samples ---------------------------------------------------------------------------------------------
 
-    def _plan_sample(self, sample: int, evaluation_draw: int | None) -> _FullPlan:
-        members = self._members()
+    def plan(self, sample: int, evaluation_draw: int | None) -> _FullPlan:
+        """All parameters at once."""
+        members = self.members
         if not members:
             return _FullPlan([])
         matrix = self._matrix(members, keep=evaluation_draw is None)
         factor = self._factor(matrix, self._damping(members))
-        states = [self._peek_state(member) for member in members]
+        states = [self.peek_state(member) for member in members]
         draws = [draw_of(m, state, sample, evaluation_draw) for m, state in zip(members, states, strict=True)]
         noises = dict(noise.normals_like([member.p for member in members], [draw for draw, _ in draws]))
         eps = _flat([noises[i] * sign for i, (_, sign) in enumerate(draws)])
@@ -209,55 +221,56 @@ class FullOptimizer(VariationalOptimizer):
 
     def _factor(self, matrix: CurvatureMatrix, damping: float | Tensor) -> Tensor:
         """The Cholesky factor of H + Δ, kept from one sample to the next, and from an update to the next sample."""
-        kept = self._ledger.factor
+        kept = self._kept_factor
         if kept is not None and kept.fits(matrix, damping):
             return kept.factor
         factor = full.factorize(matrix.sub, damping).factor
-        self._ledger.factor = KeptFactor.of(matrix, damping, factor)
+        self._kept_factor = KeptFactor.of(matrix, damping, factor)
         return factor
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def _needs_objective(self) -> bool:
-        return self._estimator().needs_objective
-
-    def _observe(self, objective: Objective, sample: int) -> None:
-        members = self._members()
-        estimator = self._estimator()
-        observed = self._observed(estimator, objective, members, sample)
+    def observe(self, objective: Objective, sample: int) -> None:
+        """Keep what the estimator sees in the objective until the gradients are folded."""
+        members = self.members
+        estimator = self._estimator
+        observed = self.observed(estimator, objective, members, sample)
         sizes = [member.p.numel() for member in members]
         rows = [value.reshape(size, -1) for size, value in zip(sizes, observed, strict=True) if size]
         curvature = estimator.curvature_of(torch.cat(rows).squeeze(-1).to(_WIDE))
-        (self._ledger.observed_all,) = self._seen_by_all([curvature], objective, members[0].group)
+        (self._observation,) = self.seen_by_all([curvature], objective, members[0].step)
 
-    def _fold(self) -> None:
-        members = self._members()
+    def fold(self, sample: int | None, folded_samples: int) -> None:
+        """Fold the gradients of all parameters as one vector."""
+        members = self.members
         for member in members:
             if member.p.grad is not None:
-                self._ledger.folded[member.p] = True
-        if not self._ledger.folded:
+                self._taking_part[member.p] = True
+        if not self._taking_part:
             return
         grad = _flat([gradient_of(member, copy=False) for member in members])
-        apart = has_own_noise(members[0].group)
-        own = _flat([self._own_gradient(member) for member in members]) if apart else grad
-        folded = self._estimator().fold(self._ledger.folded_all, Evidence(own, self._ledger.observed_all))
-        self._ledger.folded_all, self._ledger.observed_all = folded, None
+        apart = members[0].step.own_noise
+        own = _flat([self.own_gradient(member) for member in members]) if apart else grad
+        folded = self._estimator.fold(self._folded, Evidence(own, self._observation))
+        self._folded, self._observation = folded, None
         if apart:
-            self._ledger.shared_gradient = mean_so_far(self._ledger.shared_gradient, grad, folded.count)
+            self._shared_gradient = mean_so_far(self._shared_gradient, grad, folded.count)
 
-    def _update(self) -> None:
-        self._leave()
-        folded, everyone = self._ledger.folded_all, self._members()
+    def update(self, plan: Plan | None) -> None:
+        """One step of all parameters that had a gradient."""
+        if plan is not None:
+            plan.take_out()
+        folded, everyone = self._folded, self.members
         if folded is None:
             return
         size = len(folded.grad)
-        estimate = self._estimator().hess(folded, everyone[0].ess).reshape(size, size)
-        if self._ledger.shared_gradient is not None:
-            folded.grad = self._ledger.shared_gradient
-            self._require_averaged([folded.grad])
+        estimate = self._estimator.hess(folded, everyone[0].ess).reshape(size, size)
+        if self._shared_gradient is not None:
+            folded.grad = self._shared_gradient
+            self.require_averaged([folded.grad])
             (estimate,) = average_over_ranks([estimate])
         # A parameter that had no gradient in any sample stays as it is.
-        members = [member for member in everyone if member.p in self._ledger.folded]
+        members = [member for member in everyone if member.p in self._taking_part]
         part = CurvatureMatrix(estimate, [member.p for member in everyone], [member.p for member in members])
         grad, estimate = folded.grad[part.rows], part.sub
         matrix, damping = self._matrix(members, keep=True), self._damping(members)
@@ -277,15 +290,15 @@ class FullOptimizer(VariationalOptimizer):
             clip_radius=_flat([_like(member, member.group["clip_radius"]) for member in members]),
         )
         if new is None:
-            self._count_unusable(torch.tensor(size, device=grad.device))
+            self.count_unusable(torch.tensor(size, device=grad.device))
             return
         self._write_back(members, new)
-        self._ledger.clipped = {}
+        self.clipped = {}
         for member, piece in zip(members, _pieces(new.clipped, members), strict=True):
             if not math.isinf(member.group["clip_radius"]):
-                self._ledger.clipped.setdefault(member.group_number, []).append((piece.sum(), piece.numel()))
+                self.clipped.setdefault(member.group_number, []).append((piece.sum(), piece.numel()))
         matrix.write_(new.curvature.hess, decay=betas[1])
-        self._ledger.factor = KeptFactor.of(matrix, damping, new.curvature.factor)
+        self._kept_factor = KeptFactor.of(matrix, damping, new.curvature.factor)
 
     def _momentum(self, members: list[Member], grad: Tensor, beta1: float) -> tuple[Tensor | None, Tensor | float]:
         """The momentum average before the step, and the step's number for every weight."""
@@ -314,8 +327,9 @@ class FullOptimizer(VariationalOptimizer):
             for member, piece in zip(members, _pieces(new.momentum, members), strict=True):
                 self.state[member.p]["momentum"].copy_(piece.view(member.p.shape))
 
-    def _marginals(self) -> Iterator[Marginal]:
-        members = [m for m in self._members() if self.state.get(m.p) and int(self.state[m.p]["step"]) > 0]
+    def marginals(self) -> Iterator[Marginal]:
+        """Mean and variance of each parameter that has made a step."""
+        members = [m for m in self.members if self.state.get(m.p) and int(self.state[m.p]["step"]) > 0]
         if not members:
             return
         matrix = self._matrix(members, keep=False)
@@ -327,40 +341,18 @@ class FullOptimizer(VariationalOptimizer):
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    @at_the_mean
-    def posterior(
-        self,
-        model: nn.Module,
-        *,
-        likelihood: LikelihoodLike | None = None,
-        noise_variance: float | Tensor | None = None,
-    ) -> FullPosterior:
-        """A snapshot of the posterior over ``model``'s parameters, with one covariance over all of them.
-
-        Names, and the order of the covariance's rows, are those of ``model.named_parameters()``.
-        """
-        check_model(model, "posterior(model)")
+    def posterior(self, model: nn.Module, **rest: Any) -> FullPosterior:
+        """Names, and the order of the covariance's rows, are those of ``model.named_parameters()``."""
         model = unwrapped(model)
-        self._report_unusable(deferred=True)
-        named = named_members(model, self._members())
+        named = named_members(model, self.members)
         members = [member for _, member in named]
-        mean = {name: mean_of(member.p, self._peek_state(member)).clone() for name, member in named}
+        mean = {name: mean_of(member.p, self.peek_state(member)).clone() for name, member in named}
         damping, ess = self._damping(members), members[0].ess
         curvature = full.factorize(self._matrix(members, keep=False).sub, damping)
         for name, value in mean.items():
             require_finite(name, value, curvature.factor)
-        return FullPosterior(
-            model,
-            mean,
-            ess * full.damped(curvature.hess, damping),
-            self._prior(named),
-            ess=ess,
-            seed=self.param_groups[0]["seed"],
-            snapshot=self._ledger.next_snapshot(),
-            likelihood=likelihood,
-            noise_variance=noise_variance,
-        )
+        precision = ess * full.damped(curvature.hess, damping)
+        return FullPosterior(model, mean, precision, self._prior(named), ess=ess, **rest)
 
     def _prior(self, named: list[tuple[str, Member]]) -> GaussianPrior:
         members, damping = [member for _, member in named], self._damping([member for _, member in named])

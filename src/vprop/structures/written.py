@@ -11,7 +11,7 @@ from torch import Tensor
 from vprop import noise
 from vprop.bundles import bundles, gather, gather_or_number, limit_for, pieces_of, scatter_, scatter_add_
 from vprop.functional import diagonal
-from vprop.optim._members import Member
+from vprop.structures.members import Member
 from vprop.parallel.fsdp import drop_gathered
 
 KEPT_ELEMENTS = 1 << 20

@@ -14,19 +14,15 @@ from vprop import kernels
 from vprop.kernels.call import Noise
 from vprop.kernels.table import Role, Table, int64
 from vprop.noise import Draw, Stream, source_word
-from vprop.optim._interrupts import interrupts_wait
-from vprop.optim._members import Member, ess_of, members_of, signed_sample
-from vprop.optim._written import Written
+from vprop.structures.members import GroupStep, Member, State, signed_sample
+from vprop.structures.written import Written
 from vprop.parallel.fsdp import drop_gathered
-from vprop.parallel.ranks import has_own_noise
 from vprop.parallel.sharding import block_of, local_grad, to_local
 from vprop.precision import compute_dtype
 
 _KEYS = {Role.HESS: "hess", Role.MOMENTUM: "momentum", Role.MEAN: "mean"}
 
-_REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
-
-State = dict[str, Tensor]
+_DTYPE = attrgetter("dtype")
 
 
 class Pack:
@@ -37,7 +33,8 @@ class Pack:
 
     def __init__(self, members: list[Member], states: list[State], backend: kernels.Backend) -> None:
         self.members, self.states, self.backend = members, states, backend
-        self.group, self.group_number = members[0].group, members[0].group_number
+        self.step = members[0].step
+        self.group = self.step.group
         self.owners, self.params = [member.p for member in members], [member.local for member in members]
         self.is_sharded = self.owners[0] is not self.params[0]
         self.size = sum(p.numel() for p in self.params)
@@ -48,8 +45,9 @@ class Pack:
         self._getters = [itemgetter(key) for key in (*roles.values(), "step")]
         fixed = {Role.WEIGHT: self.params} | {role: [to_local(s[key]) for s in states] for role, key in roles.items()}
         for role, prior in ((Role.PRIOR_MEAN, "prior_mean"), (Role.PRIOR_PRECISION, "prior_precision")):
-            if isinstance(self.group[prior], list):
-                fixed[role] = [to_local(self.group[prior][member.position]) for member in members]
+            tensors = getattr(self.step, prior)
+            if isinstance(tensors, list):
+                fixed[role] = [to_local(tensors[member.position]) for member in members]
         self.hess = fixed[Role.HESS]
         # Kept, because a sample may be taken out after the group got another prior.
         self.prior_precision, self._prior_mean = fixed.get(Role.PRIOR_PRECISION), fixed.get(Role.PRIOR_MEAN)
@@ -137,48 +135,38 @@ class Packs:
     def __init__(self) -> None:
         self.packs: list[Pack] = []
         self.others: list[Member] = []
-        self._groups: list[tuple[Any, ...]] = []
-        self._params: list[list[Tensor]] = []
+        self._groups: list[GroupStep] = []
         self._states: list[State] = []
-        self._group_dicts: list[dict[str, Any]] = []
 
     def refresh(
-        self,
-        param_groups: list[dict[str, Any]],
-        state: dict[Tensor, State],
-        state_of: Callable[[Member], State],
-        allowed: Callable[[dict[str, Any]], bool],
+        self, groups: list[GroupStep], state: dict[Tensor, State], state_of: Callable[[Member], State]
     ) -> None:
         """Look whether the packs still fit, and build them anew if not. ``state_of`` makes missing state."""
-        groups = [_fingerprint(group, allowed(group)) for group in param_groups]
         if (
-            groups == self._groups
-            and _same(param_groups, self._group_dicts)
-            and all(_same(group["params"], params) for group, params in zip(param_groups, self._params, strict=True))
+            _same(groups, self._groups)
             and _same(state.values(), self._states)
-            and all(pack.is_current() for pack in self.packs)
+            and all([pack.is_current() for pack in self.packs])
         ):
             return
         packs, others = [], []
         kinds: dict[tuple[Any, ...], list[tuple[Member, State]]] = {}
-        for member in members_of(param_groups):
-            allowed_here = groups[member.group_number][0] and kernels.takes(member.local)
-            if not allowed_here or _first_block(member) is None:
-                others.append(member)
-                continue
-            own = state_of(member)
-            if _usual(member, own):
-                kinds.setdefault(_kind(member, own), []).append((member, own))
-            else:
-                others.append(member)
+        for step in groups:
+            for member in step.members:
+                if not step.fused or not kernels.takes(member.local) or _first_block(member) is None:
+                    others.append(member)
+                    continue
+                own = state_of(member)
+                if _usual(member, own):
+                    kinds.setdefault(_kind(member, own), []).append((member, own))
+                else:
+                    others.append(member)
         for found in kinds.values():
             backend = kernels.backend_for(found[0][0].p.device)
             assert backend is not None
             packs.append(Pack([member for member, _ in found], [own for _, own in found], backend))
         # All at once, and last: after an interrupt half-way, the next look must not find everything in order.
         self.packs, self.others, self._states = packs, others, list(state.values())
-        self._group_dicts, self._params = list(param_groups), [list(group["params"]) for group in param_groups]
-        self._groups = groups
+        self._groups = list(groups)
 
 
 def _as_one(counts: list[Tensor]) -> Tensor:
@@ -196,17 +184,6 @@ def _same(objects: Collection[Any], known: list[Any]) -> bool:
     return len(objects) == len(known) and all(map(is_, objects, known))
 
 
-def _fingerprint(group: dict[str, Any], allowed: bool) -> tuple[Any, ...]:
-    """What packs depend on beside the tensors of parameters and state."""
-    lists = (group["prior_mean"], group["prior_precision"])
-    return (
-        allowed,
-        group["capturable"],
-        list(map(_REQUIRES_GRAD, group["params"])),
-        [[to_local(t).data_ptr() for t in tensors] if isinstance(tensors, list) else None for tensors in lists],
-    )
-
-
 def _first_block(member: Member) -> int | None:
     """A quarter of the number of the first element that lies here; ``None`` if there is no saying for kernels.
 
@@ -221,7 +198,7 @@ def _first_block(member: Member) -> int | None:
 def _usual(member: Member, state: State) -> bool:
     """Whether the state is as kernels expect it; a stranger may have put something else there."""
     p = member.local
-    lists = (member.group["prior_mean"], member.group["prior_precision"])
+    lists = (member.step.prior_mean, member.step.prior_precision)
     extra = [tensors[member.position] for tensors in lists if isinstance(tensors, list)]
     tensors = [to_local(t) for t in [state[key] for key in _KEYS.values() if key in state] + extra]
     step = state["step"]
@@ -266,7 +243,7 @@ class PackedSample:
 
     def write(self) -> None:
         """Write the sample into the weights."""
-        if has_own_noise(self.pack.group):
+        if self.pack.step.own_noise:
             self.means = [p.detach().clone() for p in self.pack.params]
         self._perturb(1)
 
@@ -275,15 +252,13 @@ class PackedSample:
         if self.means is None:
             self._perturb(-1)
             return
-        with interrupts_wait():
-            torch._foreach_copy_([p.detach() for p in self.pack.params], self.means)
-            self.done, self.means = False, None
+        torch._foreach_copy_([p.detach() for p in self.pack.params], self.means)
+        self.done, self.means = False, None
         self.pack.weights_changed()
 
     def _perturb(self, direction: int) -> None:
-        with interrupts_wait():
-            self.pack.backend.perturb(self.table, self.noise, direction)
-            self.done = direction > 0
+        self.pack.backend.perturb(self.table, self.noise, direction)
+        self.done = direction > 0
         self.pack.weights_changed()
 
     def as_written(self) -> list[Written]:
@@ -300,9 +275,8 @@ class PackedSample:
         return entries
 
 
-def noise_of(group: dict[str, Any], sample: int, stream: Stream) -> Noise:
+def noise_of(step: GroupStep, sample: int, stream: Stream) -> Noise:
     """The noise of a sample of a group."""
-    number, sign = signed_sample(group, sample) if stream is Stream.TRAINING else (sample, 1)
-    ess, precision = ess_of(group), group["prior_precision"]
-    damping = 0.0 if isinstance(precision, list) else precision / ess
-    return Noise(group["seed"], source_word(stream, number), sign, ess, damping)
+    number, sign = signed_sample(step, sample) if stream is Stream.TRAINING else (sample, 1)
+    damping = 0.0 if isinstance(step.prior_precision, list) else step.damping
+    return Noise(step.group["seed"], source_word(stream, number), sign, step.ess, damping)

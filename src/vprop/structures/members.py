@@ -1,61 +1,101 @@
-"""A parameter with what its group says of it, and what every structure does with one."""
+"""A parameter group as one step sees it, its parameters, and what every structure does with one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vprop import noise
+from vprop.curvature import CurvatureEstimator
 from vprop.objective import Objective
 from vprop.parallel.ranks import rank_and_count
 from vprop.parallel.sharding import local_grad, to_local
 from vprop.precision import compute_dtype, needs_master_copy
+from vprop.structures.rules import Rule
+
+State = dict[str, Tensor]
+"""Of one parameter."""
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
+class GroupStep:
+    """What one step needs of a parameter group, decided when its first sample is drawn and only read afterwards.
+
+    ``group`` is the group itself, of which ``lr``, ``betas`` and ``clip_radius`` are read when the update is made.
+    """
+
+    number: int
+    group: dict[str, Any]
+    estimator: CurvatureEstimator
+    rule: Rule
+    ess: float
+    """N/τ."""
+    prior_precision: Any
+    """λ: a number, a list of tensors like the parameters, or a matrix."""
+    prior_mean: list[Tensor] | None
+    samples: int
+    own_noise: bool
+    """Whether samples differ from rank to rank."""
+    fused: bool
+    """Whether kernels may be used."""
+    rate_factor: float | list[Tensor]
+    """What ``lr`` is multiplied by."""
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def damping(self) -> float:
+        """δ = λ/ess, where λ is a number."""
+        return self.prior_precision / self.ess
+
+
+@dataclass(eq=False)
 class Member:
     """A parameter that takes part."""
 
     p: Tensor
     local: Tensor
-    """The part of it that lies on this rank, to compute with: itself, if it is not spread over ranks."""
+    """The part of it that lies on this rank, to compute with: itself, if it is not sharded."""
     number: int
     """Position among all parameters of the optimizer, which addresses its noise."""
-    group: dict[str, Any]
-    group_number: int
     position: int
     """Position inside the group, which addresses its prior."""
+    step: GroupStep
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group."""
+        return self.step.group
+
+    @property
+    def group_number(self) -> int:
+        """Position of the group."""
+        return self.step.number
 
     @property
     def ess(self) -> float:
         """N/τ."""
-        return ess_of(self.group)
+        return self.step.ess
 
     @property
     def prior_precision(self) -> float | Tensor:
         """λ, one number or one per weight."""
-        precision = self.group["prior_precision"]
+        precision = self.step.prior_precision
         return precision[self.position] if isinstance(precision, list) else precision
 
     @property
     def damping(self) -> float | Tensor:
         """δ = λ/ess."""
-        return self.prior_precision / self.ess
+        return self.prior_precision / self.step.ess
 
     @property
     def prior_mean(self) -> float | Tensor:
         """m₀, 0 or one per weight."""
-        means = self.group["prior_mean"]
+        means = self.step.prior_mean
         return 0.0 if means is None else means[self.position]
-
-
-def ess_of(group: dict[str, Any]) -> float:
-    """N/τ of a group."""
-    return group["num_data"] / group["temperature"]
 
 
 @dataclass
@@ -69,17 +109,20 @@ class Marginal:
     """h of its weights, where the optimizer has one."""
 
 
-def members_of(param_groups: Iterable[dict[str, Any]]) -> Iterator[Member]:
-    """All parameters that take part; one with ``requires_grad=False`` is a constant and does not."""
-    number = 0
-    for group_number, group in enumerate(param_groups):
-        for position, p in enumerate(group["params"]):
-            if p.requires_grad:
-                yield Member(p, to_local(p), number, group, group_number, position)
-            number += 1
+def members_of(groups: Iterable[GroupStep]) -> Iterator[Member]:
+    """All parameters that take part."""
+    for step in groups:
+        yield from step.members
 
 
-def new_state(member: Member) -> dict[str, Tensor]:
+def fill_members(step: GroupStep, first_number: int) -> None:
+    """Give a group its members; a parameter with ``requires_grad=False`` is a constant and is none."""
+    for position, p in enumerate(step.group["params"]):
+        if p.requires_grad:
+            step.members.append(Member(p, to_local(p), first_number + position, position, step))
+
+
+def new_state(member: Member) -> State:
     """The state that every structure keeps: the step count, and a float32 mean for coarse weights."""
     p = member.p
     state = {"step": torch.zeros((), dtype=torch.int64, device=p.device if member.group["capturable"] else "cpu")}
@@ -88,12 +131,12 @@ def new_state(member: Member) -> dict[str, Tensor]:
     return state
 
 
-def local_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def local_state(state: State) -> State:
     """The state of the part of a parameter that lies on this rank, in the same memory."""
     return {key: to_local(value) for key, value in state.items()}
 
 
-def mean_of(p: Tensor, state: dict[str, Tensor]) -> Tensor:
+def mean_of(p: Tensor, state: State) -> Tensor:
     """μ, while no sample is active.
 
     Where coarse weights no longer match their float32 mean, somebody else wrote to them (loaded a checkpoint,
@@ -119,34 +162,31 @@ def gradient_of(member: Member, copy: bool) -> Tensor:
     return -grad if member.group["maximize"] else grad
 
 
-def draw_of(
-    member: Member, state: dict[str, Tensor], sample: int, evaluation_draw: int | None
-) -> tuple[noise.Draw, int]:
+def draw_of(member: Member, state: State, sample: int, evaluation_draw: int | None) -> tuple[noise.Draw, int]:
     """The address of a sample's noise, and its sign: −1 for the second of an antithetic pair."""
     group = member.group
     if evaluation_draw is not None:
         return noise.Draw(group["seed"], member.number, evaluation_draw, stream=noise.Stream.EVALUATION), 1
     step: noise.Word = state["step"] if group["capturable"] else int(state["step"])
-    number, sign = signed_sample(group, sample)
+    number, sign = signed_sample(member.step, sample)
     return noise.Draw(group["seed"], member.number, step, number), sign
 
 
-def signed_sample(group: dict[str, Any], sample: int) -> tuple[int, int]:
+def signed_sample(step: GroupStep, sample: int) -> tuple[int, int]:
     """Which noise a sample uses, and its sign: two antithetic ones share theirs.
 
     Ranks with noise of their own count on, so that R of them with K samples each draw what one process draws with RK.
     """
-    count = group["mc_samples"]
-    first = rank_and_count()[0] if group.get("noise") == "per_rank" else 0
-    if group["antithetic"]:
-        return first * ((count + 1) // 2) + sample // 2, -1 if sample % 2 else 1
-    return first * count + sample, 1
+    first = rank_and_count()[0] if step.group.get("noise") == "per_rank" else 0
+    if step.group["antithetic"]:
+        return first * ((step.samples + 1) // 2) + sample // 2, -1 if sample % 2 else 1
+    return first * step.samples + sample, 1
 
 
-def label_draw_of(member: Member, state: dict[str, Tensor], sample: int, rank: int = 0) -> noise.Draw:
+def label_draw_of(member: Member, state: State, sample: int, rank: int = 0) -> noise.Draw:
     """Where the labels of a sample are drawn from."""
     draw, _ = draw_of(member, state, sample, None)
-    number = rank * max(1, member.group["mc_samples"]) + sample
+    number = rank * max(1, member.step.samples) + sample
     return draw._replace(sample=number, stream=noise.Stream.LABELS)
 
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from vprop.wrappers import is_compiled, unwrapped
 
 if TYPE_CHECKING:
-    from vprop.optim._base import VariationalOptimizer
+    from vprop.optim.optimizer import VariationalOptimizer
 
 
 class _Hook:
@@ -64,7 +64,7 @@ class _AfterForward(_Hook):
         if optimizer is None:
             return
         if not module.training:
-            optimizer._ledger.end_look()
+            optimizer._sampling.end_look()
         elif result is None and sys.exc_info()[0] is not None and not _inside_backward():
             optimizer._leave_attached_sample()
 
@@ -75,7 +75,7 @@ class _AfterInnerForward(_Hook):
         """Evaluation mode: the sample comes back."""
         optimizer = self._optimizer_of(module)
         if optimizer is not None and not module.training:
-            optimizer._ledger.end_look()
+            optimizer._sampling.end_look()
 
 
 class _BeforeStateDict(_Hook):
@@ -83,7 +83,7 @@ class _BeforeStateDict(_Hook):
         """What is saved is the mean."""
         optimizer = self._optimizer_of(module)
         if optimizer is not None:
-            optimizer._ledger.begin_look()
+            optimizer._sampling.begin_look()
 
 
 class _AfterStateDict(_Hook):
@@ -92,14 +92,14 @@ class _AfterStateDict(_Hook):
         optimizer = self._optimizer_of(module)
         if optimizer is None:
             return
-        aside = optimizer._ledger.aside
+        aside = optimizer._sampling.aside
         if aside is not None:
             out = {id(p) for p in aside.plan.owners()}
             for name, p in module._parameters.items():
                 if id(p) in out and prefix + name in state_dict:
                     saved = state_dict[prefix + name]
                     state_dict[prefix + name] = saved.detach().clone().requires_grad_(saved.requires_grad)
-        optimizer._ledger.end_look()
+        optimizer._sampling.end_look()
 
 
 class _BeforeLoadStateDict(_Hook):
@@ -160,7 +160,7 @@ class Attachment:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._leave_attached_sample()
-            optimizer._ledger.attached = False
+            optimizer._attached = False
         for handle in self._handles:
             handle.remove()
 

@@ -1,10 +1,9 @@
-"""From an optimizer's group to what a kernel is asked to do."""
+"""What a kernel is asked to do for the parameters of a pack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -17,11 +16,9 @@ from vprop.curvature import CurvatureEstimator
 from vprop.curvature.centered import AntitheticSpread, SampleSpread
 from vprop.curvature.price import Price
 from vprop.curvature.squared_gradient import MeanSquare, SquaredGradient
-from vprop.functional import diagonal
-from vprop.kernels.call import Curvature, Rule, Step
+from vprop.kernels.call import Curvature, Step
 from vprop.kernels.table import Role
-from vprop.optim._members import ess_of
-from vprop.optim._packs import Pack
+from vprop.structures.packs import Pack
 
 _DTYPE = attrgetter("dtype")
 
@@ -42,18 +39,6 @@ def curvature_in_kernel(estimator: CurvatureEstimator, samples: int, ess: float)
         return Curvature.PAIR, ess
     if samples == 2 and kind is SampleSpread:
         return Curvature.PAIR, 2 * ess  # the sample variance of two is half the squared difference
-    return None
-
-
-def rule_in_kernel(rule: Callable[..., diagonal.Step]) -> Rule | None:
-    """The kernel's name of an update of ``functional/diagonal.py``; ``None`` if it has none."""
-    riemannian = False
-    if isinstance(rule, partial) and not rule.args and set(rule.keywords) == {"riemannian"}:
-        riemannian, rule = rule.keywords["riemannian"], rule.func
-    if rule is diagonal.vadam_step:
-        return Rule.VADAM
-    if rule is diagonal.natural_gradient_step:
-        return Rule.RIEMANNIAN if riemannian else Rule.CLAMPED
     return None
 
 
@@ -130,15 +115,3 @@ def is_captured(pack: Pack) -> bool:
 def any_sparse(grads: list[Any]) -> bool:
     """Whether a gradient is not a dense tensor."""
     return any(grad is not None and grad.layout != torch.strided for grad in grads)
-
-
-def settings_of(group: dict[str, Any]) -> tuple[float, Any]:
-    """What the width of a sample depends on beside h: equal as long as nobody edits the group."""
-    return ess_of(group), group["prior_precision"]
-
-
-def same_settings(one: tuple[float, Any], other: tuple[float, Any]) -> bool:
-    """Whether two samples of equal h are equally wide."""
-    if isinstance(one[1], list) or isinstance(other[1], list):
-        return one[0] == other[0] and one[1] is other[1]
-    return one == other

@@ -4,58 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vprop.optim._arguments import is_number
+from vprop.checks import is_number
 from vprop.parallel.sharding import shard_of, to_local
+from vprop.structures.base import TensorSpec
+from vprop.structures.checks import REBUILD, broken, other_shape, refused
 
 METHOD = "variational_method"
 """The entry of a parameter group that says which method made its state; groups are what every way of saving keeps."""
-
-_REBUILD = (
-    "Build model and optimizer as they were when it was saved: the same layers frozen, the same adapters, the same "
-    "groups. For another model make a new optimizer; what was learned of its parameters can be its prior, "
-    "posterior.as_prior()."
-)
-
-
-@dataclass(frozen=True)
-class StateForm:
-    """What a structure keeps of each parameter, beside the step count."""
-
-    needed: tuple[str, ...]
-    """Without these there is no going on."""
-    like_parameter: tuple[str, ...]
-    """Tensors of the parameter's own shape."""
-    shared: tuple[str, ...] = ()
-    """Tensors over several parameters, which the structure checks itself."""
-    positive: tuple[str, ...] = ()
-    may_be_anything: tuple[str, ...] = ()
-    """Tensors whose NaNs do no harm: the update looks at them before it uses them."""
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return self.like_parameter + self.shared
-
-
-def refused(what: str, remedy: str) -> ValueError:
-    """The one form of message for a checkpoint that cannot be loaded."""
-    return ValueError(f"load_state_dict(): {what}. {remedy}")
-
-
-def broken(what: str) -> ValueError:
-    """For a checkpoint that no optimizer of ours has written."""
-    return refused(what, "The optimizer is as it was; load an earlier checkpoint, or let the optimizer start afresh.")
-
-
-def other_shape(name: str, shape: tuple[int, ...], p: Tensor) -> ValueError:
-    """For a checkpoint of other parameters."""
-    return refused(f"{name} has shape {shape} in the checkpoint and {tuple(p.shape)} here", _REBUILD)
-
 
 def check_is_mapping(saved: Any) -> None:
     """Refuse what cannot be a ``state_dict()``."""
@@ -85,7 +45,7 @@ def check_same_parameters(saved: Mapping[str, Any], groups: list[dict[str, Any]]
     """Refuse a checkpoint of other groups than the optimizer has, or of an optimizer of another family."""
     theirs, ours = ([len(group["params"]) for group in some] for some in (saved["param_groups"], groups))
     if theirs != ours:
-        raise refused(f"the checkpoint has {_sizes(theirs)}, this optimizer {_sizes(ours)}", _REBUILD)
+        raise refused(f"the checkpoint has {_sizes(theirs)}, this optimizer {_sizes(ours)}", REBUILD)
     if any("num_data" not in group for group in saved["param_groups"]):
         raise refused(
             "this is no checkpoint of a variational optimizer, whose groups have num_data",
@@ -106,11 +66,11 @@ def check_same_method(saved: Mapping[str, Any], method: str) -> None:
 
 
 def read_state(
-    saved: Mapping[str, Any], groups: list[dict[str, Any]], form: StateForm, dtype_of: Any
+    saved: Mapping[str, Any], groups: list[dict[str, Any]], spec: Mapping[str, TensorSpec]
 ) -> dict[Any, dict[str, Any]]:
     """The state by parameter, copied to where it belongs; of entries that no parameter has, as it is.
 
-    ``groups`` are those of the optimizer as they will be; ``dtype_of(key, p)`` is the precision of a tensor.
+    ``groups`` are those of the optimizer as they will be; ``spec`` says what the structure keeps of a parameter.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     owners = [(p, group) for group in groups for p in group["params"]]
@@ -123,34 +83,38 @@ def read_state(
             continue
         p, group = owner_of[number]
         name = f"parameter {position[number]}"
-        _check_entry(name, entry, p, form)
-        state[p] = {key: _taken(name, key, value, p, group, form, dtype_of) for key, value in entry.items()}
+        _check_entry(name, entry, p, spec)
+        state[p] = {key: _taken(name, key, value, p, group, spec) for key, value in entry.items()}
     return state
 
 
-def _check_entry(name: str, entry: Mapping[str, Any], p: Tensor, form: StateForm) -> None:
-    missing = [key for key in ("step", *form.needed) if key not in entry]
+def _check_entry(name: str, entry: Mapping[str, Any], p: Tensor, spec: Mapping[str, TensorSpec]) -> None:
+    needed = ["step", *(key for key, tensor in spec.items() if tensor.needed)]
+    missing = [key for key in needed if key not in entry]
     if entry and missing:
         raise broken(f"the state of {name} has no {missing[0]!r}, only {sorted(map(str, entry))}")
-    for key in form.tensors:
+    for key, tensor in spec.items():
         value = entry.get(key, p)
         if not isinstance(value, Tensor):
             raise broken(f"{key!r} of {name} is a {type(value).__name__}, must be a tensor")
-        if key in form.like_parameter and value.shape != p.shape:
+        if tensor.like_parameter and value.shape != p.shape:
             raise other_shape(name, tuple(value.shape), p)
 
 
-def _taken(name: str, key: str, value: Any, p: Tensor, group: dict[str, Any], form: StateForm, dtype_of: Any) -> Any:
+def _taken(
+    name: str, key: str, value: Any, p: Tensor, group: dict[str, Any], specs: Mapping[str, TensorSpec]
+) -> Any:
     """An entry of the state as a copy in its place."""
     if key == "step":
         return step_count(value, name).to(p.device if group["capturable"] else "cpu")
-    if key not in form.tensors:  # somebody else's, who put it there by a hook
+    spec = specs.get(key)
+    if spec is None:  # somebody else's, who put it there by a hook
         return value.detach().to(p.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-    value = shard_of(value, p) if key in form.like_parameter else value
-    value = value.detach().to(device=p.device, dtype=dtype_of(key, p), copy=True)
-    if key not in form.may_be_anything and not bool(torch.isfinite(to_local(value)).all()):
+    value = shard_of(value, p) if spec.like_parameter else value
+    value = value.detach().to(device=p.device, dtype=spec.dtype_for(p), copy=True)
+    if not spec.may_be_anything and not bool(torch.isfinite(to_local(value)).all()):
         raise broken(f"{key!r} of {name} holds NaN or infinity")
-    if key in form.positive and not bool((to_local(value) > 0).all()):
+    if spec.positive and not bool((to_local(value) > 0).all()):
         raise broken(f"{key!r} of {name} must be > 0 everywhere")
     return value
 

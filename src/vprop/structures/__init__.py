@@ -1,0 +1,23 @@
+"""How a Gaussian over the weights is kept: diagonal or full, or a structure of your own."""
+
+from vprop.structures.base import Structure, TensorSpec
+from vprop.structures.diagonal import Diagonal
+from vprop.structures.full import Full
+from vprop.structures.members import GroupStep, Marginal, Member
+from vprop.structures.plans import Plan
+from vprop.structures.rules import NATURAL, RIEMANNIAN, VADAM, Rule
+
+__all__ = [
+    "NATURAL",
+    "RIEMANNIAN",
+    "VADAM",
+    "Diagonal",
+    "Full",
+    "GroupStep",
+    "Marginal",
+    "Member",
+    "Plan",
+    "Rule",
+    "Structure",
+    "TensorSpec",
+]

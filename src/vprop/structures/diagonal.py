@@ -1,0 +1,297 @@
+"""The diagonal structure: one variance per weight. What kernels can do is done by them, the rest in ``portable.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vprop.kernels.call import Curvature, Step
+from vprop.kernels.table import Role
+from vprop.noise import Stream
+from vprop.parallel.fsdp import drop_gathered
+from vprop.parallel.sharding import full_tensor
+from vprop.posterior import DiagonalPosterior, GaussianPrior
+from vprop.precision import as_tensor
+from vprop.structures import written
+from vprop.structures.base import MEAN, Structure, TensorSpec
+from vprop.structures.fused import Job, any_sparse, curvature_in_kernel, is_captured
+from vprop.structures.members import (
+    Marginal,
+    Member,
+    gradient_of,
+    local_state,
+    mean_of,
+    named_members,
+    require_finite,
+)
+from vprop.structures.packs import Pack, PackedSample, Packs, noise_of
+from vprop.structures.plans import Plan
+from vprop.structures.portable import PortableDiagonal
+from vprop.structures.written import Written
+from vprop.wrappers import unwrapped
+
+
+@dataclass
+class DiagonalPlan:
+    """A sample of all parameters: those that kernels handle, and the others."""
+
+    packed: list[PackedSample]
+    written: list[Written]
+
+    def write(self) -> None:
+        """Write the sample into the weights, which hold the mean."""
+        for sample in self.packed:
+            sample.write()
+        if self.written:
+            written.write(self.written)
+
+    def take_out(self) -> None:
+        """Put the mean back, wherever the sample is in the weights."""
+        for sample in self.packed:
+            if sample.done:
+                _take_out(sample)
+        if self.written:
+            written.restore(self.written)
+
+    def twin(self) -> DiagonalPlan:
+        """The same sample, with a memory of its own of where it is in the weights."""
+        return DiagonalPlan([replace(sample) for sample in self.packed], [replace(entry) for entry in self.written])
+
+    def owners(self) -> list[Tensor]:
+        """The parameters that it is a sample of."""
+        packed = [p for sample in self.packed for p in sample.pack.owners]
+        return packed + [entry.member.p for entry in self.written]
+
+
+def _take_out(sample: PackedSample) -> None:
+    """Put the mean back: by the kernel, or without it where the weights have been moved since."""
+    if not torch.compiler.is_compiling() and sample.pack.is_current():
+        sample.take_out()
+    else:
+        written.restore(sample.as_written())
+        sample.done = False
+
+
+class Diagonal(PortableDiagonal):
+    """A diagonal Gaussian, by kernels where they can.
+
+    State per parameter: ``step`` (int64), ``hess`` (h), ``momentum`` if β₁ > 0, and ``mean`` (float32) for bfloat16
+    and float16 weights, which are too coarse to hold it.
+    """
+
+    state_spec = {"hess": TensorSpec(needed=True), "momentum": TensorSpec(), "mean": MEAN}
+    has_kernels = True
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self._packs = Packs()
+        self._partners: dict[Tensor, Tensor] = {}
+        """The gradients of the first sample of a pair, which a kernel will read, by parameter."""
+        self._captured: list[Any] = []
+        """What CUDA graphs read: it must live as long as they may run."""
+
+    def take_over(self, former: Structure) -> None:
+        """Graphs that were captured before may still run."""
+        super().take_over(former)
+        if isinstance(former, Diagonal):
+            self._captured = former._captured
+
+    # -- samples ---------------------------------------------------------------------------------------------
+
+    def plan(self, sample: int, evaluation_draw: int | None) -> DiagonalPlan:
+        """Which noise goes where."""
+        if evaluation_draw is not None:
+            return self._evaluation_plan(sample, evaluation_draw)
+        packs, others = self._refreshed_packs()
+        packed = []
+        for pack in packs:
+            pack.look_at_counts()
+            if is_captured(pack):
+                self._captured.append(pack.table)
+            packed.append(PackedSample(pack, noise_of(pack.step, sample, Stream.TRAINING), pack.table))
+        return DiagonalPlan(packed, [self._written(member, sample, None) for member in others])
+
+    def _evaluation_plan(self, sample: int, evaluation_draw: int) -> DiagonalPlan:
+        # Evaluation must leave no trace, so where there is no state yet it looks at one that it does not keep.
+        if not all(self.state.get(member.p) for member in self.members):
+            return DiagonalPlan([], [self._written(member, sample, evaluation_draw) for member in self.members])
+        packs, others = self._refreshed_packs()
+        packed = [
+            PackedSample(pack, noise_of(pack.step, 0, Stream.EVALUATION), pack.table.at_step(evaluation_draw))
+            for pack in packs
+            if Role.MEAN not in pack.table.roles  # a kernel would bring the float32 mean up to date
+        ]
+        others = others + [member for pack in packs if Role.MEAN in pack.table.roles for member in pack.members]
+        return DiagonalPlan(packed, [self._written(member, sample, evaluation_draw) for member in others])
+
+    def _refreshed_packs(self) -> tuple[list[Pack], list[Member]]:
+        """The parameters that kernels handle, and the others."""
+        if torch.compiler.is_compiling():  # the portable path can be traced
+            return [], self.members
+        self._packs.refresh(self.groups, self.state, self.state_of)
+        return self._packs.packs, self._packs.others
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def _direct(self, pack: Pack) -> tuple[Curvature, float] | None:
+        """How a kernel makes ĥ of the gradients of this step, if it can without our folding them."""
+        step = pack.step
+        if step.rule.kernel is None or step.own_noise or isinstance(step.rate_factor, list):
+            return None
+        return curvature_in_kernel(step.estimator, step.samples, step.ess)
+
+    def fold(self, sample: int | None, folded_samples: int) -> None:
+        """Fold the gradients that no kernel reads itself."""
+        packs, others = self._refreshed_packs()
+        folding = list(others)
+        for pack in packs:
+            if self._direct(pack) is None:
+                folding += pack.members
+            elif (sample or 0) + 1 < pack.step.samples:
+                for member in pack.members:
+                    if member.p.grad is not None:
+                        self._partners[member.p] = gradient_of(member, copy=True)
+        if folding:
+            self._fold_members(folding, sample, folded_samples)
+
+    def forget(self) -> None:
+        """Forget what was folded of this step's samples."""
+        super().forget()
+        self._partners.clear()
+
+    def update(self, plan: Plan | None) -> None:
+        """One pass of a kernel over the parameters of each pack; the others with torch's own operations."""
+        self.clipped = {}
+        self._average_over_ranks()
+        packs, others = self._packs_now()
+        active = {id(sample.pack): sample for sample in plan.packed if sample.done} if plan is not None else {}  # type: ignore[attr-defined]
+        if self._start_and_stop_momenta(packs, others, plan):
+            packs, others = self._refreshed_packs()
+        jobs, unfused = [], list(others)
+        for pack in packs:
+            job = self._job(pack, active.get(id(pack)))
+            if job is None:
+                unfused += pack.members
+            else:
+                jobs.append(job)
+        if plan is not None:
+            taken_by_jobs = {id(job.pack) for job in jobs if job.step.sampled}
+            for pack_id, sample in active.items():
+                if pack_id not in taken_by_jobs and sample.done:
+                    _take_out(sample)
+            if plan.written:  # type: ignore[attr-defined]
+                written.restore(plan.written)  # type: ignore[attr-defined]
+        for job in jobs:
+            self._run(job, active.get(id(job.pack)))
+        if unfused:
+            self._update_unfused(unfused)
+
+    def _has_partner(self, member: Member) -> bool:
+        return member.p in self._partners
+
+    def _take_partner(self, member: Member) -> Tensor | None:
+        return self._partners.pop(member.p, None)
+
+    def _packs_now(self) -> tuple[list[Pack], list[Member]]:
+        """The packs without looking again, for where nobody else can have done anything since."""
+        return ([], self.members) if torch.compiler.is_compiling() else (self._packs.packs, self._packs.others)
+
+    def _job(self, pack: Pack, active: PackedSample | None) -> Job | None:
+        """What a kernel is asked to do for a pack; ``None`` if the update is not one that it knows."""
+        step, group = pack.step, pack.group
+        if step.rule.kernel is None or isinstance(step.rate_factor, list):
+            return None
+        direct, others = self._direct(pack), list[Tensor | None]()
+        grads: list[Tensor | None]
+        if direct is None:
+            folded = [self._folded.pop(p, None) for p in pack.owners]
+            curvature, scale = Curvature.GIVEN, 1.0
+            grads = [None if f is None else f.grad for f in folded]
+            others = [
+                None if f is None else self._estimate(member, local_state(state), f)
+                for member, state, f in zip(pack.members, pack.states, folded, strict=True)
+            ]
+        else:
+            (curvature, scale), grads = direct, pack.gradients()
+            if any_sparse(grads):
+                for member in pack.members:
+                    gradient_of(member, copy=False)  # says which, and what to do
+            if curvature is Curvature.PAIR:
+                others = self._pair_partners(pack, grads)
+        noise = noise_of(step, max(1, step.samples) - 1, Stream.TRAINING)
+        request = Step(
+            noise=noise,
+            sampled=active is not None and active.done and active.noise == noise and active.means is None,
+            curvature=curvature,
+            scale=scale,
+            rule=step.rule.kernel,
+            lr=group["lr"] if step.rate_factor == 1.0 else group["lr"] * step.rate_factor,
+            betas=group["betas"],
+            clip_radius=group["clip_radius"],
+            grad_sign=-1 if group["maximize"] and direct is not None else 1,
+        )
+        return Job(pack, request, grads, others)
+
+    def _pair_partners(self, pack: Pack, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """The first gradients of pairs; where only one of a pair is there, the other is zero."""
+        others = [self._partners.pop(p, None) for p in pack.owners]
+        for i, (p, grad, other) in enumerate(zip(pack.params, grads, others, strict=True)):
+            if grad is None and other is not None:
+                grads[i] = torch.zeros_like(p)
+            elif other is None and grad is not None:
+                others[i] = torch.zeros_like(pack.hess[i])
+        return others
+
+    def _run(self, job: Job, sample: PackedSample | None) -> None:
+        pack = job.pack
+        job.run(self.unusable_on(pack.table.device), self._captured.append)
+        if sample is not None:
+            sample.done = False
+        if job.step.clips:
+            self.clipped.setdefault(pack.step.number, []).append((pack.table.clipped, pack.size))
+
+    def _start_and_stop_momenta(self, packs: list[Pack], others: list[Member], plan: Plan | None) -> bool:
+        """Make the state match β₁, which can be edited between steps; returns whether that changed a pack."""
+        wrong = [pack.members for pack in packs if pack.has_momentum() != (pack.group["betas"][0] > 0)]
+        if not wrong and not others:
+            return False
+        if plan is not None and any(
+            "momentum" not in self.state_of(m) and m.group["betas"][0] > 0 for m in chain(*wrong, others)
+        ):
+            plan.take_out()  # what is averaged may depend on the mean
+        for member in chain(*wrong, others):
+            self._match_momentum(member, self._partners.get(member.p))
+        return bool(wrong)
+
+    # -- the posterior ---------------------------------------------------------------------------------------
+
+    def marginals(self) -> Iterator[Marginal]:
+        """Mean and variance of each parameter that has made a step."""
+        for member in self.members:
+            state = self.state.get(member.p)
+            if state and int(state["step"]) > 0:
+                variance = self._sharded_variance(member, state)
+                yield Marginal(member, mean_of(member.p, state), variance, state.get("hess"))
+
+    def posterior(self, model: nn.Module, **rest: Any) -> DiagonalPosterior:
+        """Names come from ``model.named_parameters()``."""
+        model = unwrapped(model)
+        drop_gathered(member.p for member in self.members if member.local is not member.p)
+        named = named_members(model, self.members)
+        sizes = {member.ess for _, member in named}
+        mean, variance, prior_mean, prior_precision = {}, {}, {}, {}
+        for name, member in named:
+            state = self.peek_state(member)
+            mean[name] = full_tensor(mean_of(member.p, state)).clone()
+            variance[name] = full_tensor(self._sharded_variance(member, state))
+            require_finite(name, mean[name], variance[name])
+            prior_mean[name] = as_tensor(full_tensor(member.prior_mean)).to(mean[name]).clone()
+            prior_precision[name] = as_tensor(full_tensor(member.prior_precision)).to(mean[name]).clone()
+        prior = GaussianPrior(prior_mean, prior_precision)
+        ess = sizes.pop() if len(sizes) == 1 else None
+        return DiagonalPosterior(model, mean, variance, prior, ess=ess, **rest)

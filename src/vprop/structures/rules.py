@@ -1,0 +1,28 @@
+"""The updates of a diagonal Gaussian that optimizers choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from vprop.functional import diagonal
+from vprop.kernels.call import Rule as KernelRule
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update of mean and curvature, from ``functional/diagonal.py``, and what goes with it."""
+
+    function: Callable[..., diagonal.Step]
+    kernel: KernelRule | None = None
+    """What kernels call it; ``None`` if they do not have it."""
+    debiases_hess: bool = False
+    """Whether it corrects the average of the curvature for its start, and so needs the step count."""
+    averages_pull: bool = False
+    """Whether the momentum averages ĝ + δ(μ−m₀), and not ĝ alone."""
+
+
+NATURAL = Rule(diagonal.natural_gradient_step, KernelRule.CLAMPED)
+RIEMANNIAN = Rule(partial(diagonal.natural_gradient_step, riemannian=True), KernelRule.RIEMANNIAN)
+VADAM = Rule(diagonal.vadam_step, KernelRule.VADAM, debiases_hess=True, averages_pull=True)
