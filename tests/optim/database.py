@@ -164,6 +164,11 @@ class Entry:
         return copy.deepcopy(self.input.kwargs)
 
     @property
+    def forloop(self) -> dict[str, bool]:
+        """Arguments that ask for one parameter after the other."""
+        return dict.fromkeys(self.info.supported_impls, False)
+
+    @property
     def maximizes(self) -> bool:
         return self.input.kwargs.get("maximize", False)
 

@@ -90,7 +90,7 @@ EXCEPTIONS = {
 """Not made, and why."""
 
 
-HERE = ("optim/test_torch_generic.py", "optim/test_torch_generic_state.py")
+HERE = [f"optim/test_torch_generic{part}.py" for part in ("", "_implementations", "_state")]
 
 
 def is_in(file, name):
