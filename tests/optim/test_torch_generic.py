@@ -7,7 +7,7 @@ A test that has torch's name does what torch's does, with what is named here one
 - zero gradients are a step all the same: the prior pulls, and the curvature averages. Where the prior's mean is at the
   weights the mean stays;
 - a tensor as ``lr`` needs no ``capturable``, also with ``foreach``;
-- ``foreach`` and ``fused`` are choices of speed; kernels round differently, so runs agree to rounding;
+- ``foreach`` and ``fused`` are choices of speed: test_torch_generic_implementations.py;
 - one covariance over all weights (VON, VONG, Newton) needs them in one precision.
 
 ``test_torch_coverage.py`` has what torch checks and these files do not, each with the reason.
@@ -91,7 +91,7 @@ def test_forloop_goes_right_direction(case, contiguous):
 @pytest.mark.parametrize("case", entries(lambda entry: entry.input.desc in ("default", "tensor lr")))
 @with_schedulers
 def test_forloop_goes_right_direction_with_schedulers(case, schedulers):
-    assert goes_right(case, 20, schedulers)
+    assert goes_right(case, 12, schedulers)
 
 
 @every_optimizer
@@ -102,7 +102,7 @@ def test_param_group_with_lrscheduler_goes_right_direction(case, schedulers):
     optimizer = case([{"params": [weight]}, {"params": [bias], "lr": 0.01}], lr=0.05)
     made = [scheduler(optimizer) for scheduler in schedulers]
     before = problem.loss()
-    problem.train(optimizer, 20, made)
+    problem.train(optimizer, 12, made)
     assert problem.loss() < before
     assert float(optimizer.param_groups[1]["lr"]) == pytest.approx(float(optimizer.param_groups[0]["lr"]) / 5)
 

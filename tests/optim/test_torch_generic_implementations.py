@@ -65,7 +65,7 @@ def test_fused_matches_forloop_for_coarse_weights(case, dtype):
 
 @pytest.mark.parametrize("case", entries(has("fused"), first_of_each=True))
 def test_fused_error_on_params_on_meta(case):
-    """Said when it is built, where torch says it at the step; then the parameters get memory."""
+    """Said when it is built, where torch says it at the step."""
     with torch.device("meta"):
         model = nn.Linear(2, 3)
     with pytest.raises(ValueError, match=r"Invalid fused=True: .* on meta"):
