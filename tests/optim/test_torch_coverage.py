@@ -81,9 +81,6 @@ EXCEPTIONS = {
     "test_forloop_goes_right_direction_multigpu": (
         "needs two GPUs; a CPU and a GPU in one optimizer are in test_cuda.py::test_mixed_devices_in_one_optimizer"
     ),
-    "test_defaults_changed_to_foreach": (
-        "the default is a kernel where there is one; test_fused.py looks for it, and nothing here is a function to mock"
-    ),
     "test_foreach_large_tensor": "foreach is of the same calls for tensors of all sizes; kernels count for themselves",
     "test_adamw_serialization": "it is about AdamW, which loads what Adam has saved; methods here refuse each other's",
 }
