@@ -279,7 +279,8 @@ class SamplingOptimizer(Optimizer):
 
     def _fold_open_sample(self) -> None:
         """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+        trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if trainable and all(p.grad is None for p in trainable):
             raise RuntimeError(
                 f"Sample {self._ledger.open_sample} has no gradient. Call backward() inside its block, and between two "
                 "samples clear gradients with optimizer.zero_grad(), which keeps the sample's (model.zero_grad() "
