@@ -67,7 +67,7 @@ def run(strategy: str | None, name: str, dtype: torch.dtype, noise: str = "share
             return loss
 
         optimizer.step(closure)
-    packed = sum(len(pack.owners) for pack in optimizer._packs.packs)
+    packed = sum(len(pack.owners) for pack in optimizer._structure._packs.packs)
     return {key: value.cpu() for key, value in gathered(model, optimizer).items()}, packed
 
 

@@ -96,7 +96,7 @@ def packed_names(strategy: str, arguments: dict) -> list[str]:
     """The parameters that kernels handle."""
     model, optimizer = start(strategy, "IVON", arguments, torch.float32)
     go_on(model, optimizer, strategy, "closure", steps=1)
-    packed = {id(p) for pack in optimizer._packs.packs for p in pack.owners}
+    packed = {id(p) for pack in optimizer._structure._packs.packs for p in pack.owners}
     return [name for name, p in model.named_parameters() if id(p) in packed]
 
 

@@ -36,8 +36,8 @@ def trained(folder, model, data, held_out, **arguments):
     trainer.train()
     model.eval()
     with torch.no_grad():
-        draws = list(optimizer.posterior(model)._weight_samples(SAMPLES, seed=5))
-        logits = torch.stack([call_with_weights(model, weights, batch_of(held_out)).logits for weights in draws])
+        models = optimizer.posterior(model)._sampled_models(SAMPLES, seed=5)
+        logits = torch.stack([sampled(**batch_of(held_out)).logits for sampled in models])
     return trainer, optimizer, logits
 
 

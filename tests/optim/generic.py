@@ -1,41 +1,15 @@
-"""The problem of torch's generic optimizer checks, for optimizers that may need an objective.
-
-torch checks its own optimizers by a table of them (``OptimizerInfo`` in ``torch.testing._internal``) and a file of
-tests, ``test/test_optim.py``, that every row runs through. The tests are not in the wheel, and the table cannot be
-imported without torch's own test dependencies, so what they check is written here anew, driven by our table.
-"""
+"""The problem of torch's generic optimizer checks, for optimizers that may need an objective."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.table import Case, cases
 from vprop import Objective, VariationalOptimizer
-
-EVERY_CASE = cases(less_than_shared=True)
-EVERY_OPTIMIZER = cases(less_than_shared=True, first_of_each=True)
-
-SCHEDULERS: dict[str, Any] = {
-    "none": lambda optimizer: [],
-    "StepLR": lambda optimizer: [lr_scheduler.StepLR(optimizer, gamma=0.9, step_size=10)],
-    "Linear and Step": lambda optimizer: [
-        lr_scheduler.LinearLR(optimizer, start_factor=0.4, total_iters=4),
-        lr_scheduler.StepLR(optimizer, gamma=0.9, step_size=10),
-    ],
-    "Exponential and Plateau": lambda optimizer: [
-        lr_scheduler.ExponentialLR(optimizer, gamma=0.99),
-        lr_scheduler.ReduceLROnPlateau(optimizer),
-    ],
-    "Constant and Polynomial": lambda optimizer: [
-        lr_scheduler.ConstantLR(optimizer, factor=0.4, total_iters=4),
-        lr_scheduler.PolynomialLR(optimizer, power=0.9, total_iters=40),
-    ],
-    "Cosine": lambda optimizer: [lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)],
-}
 
 
 class Affine(nn.Module):
@@ -56,6 +30,23 @@ class Affine(nn.Module):
         return x @ self.weight.T + self.bias
 
 
+class Layers(nn.Module):
+    """Two layers, the second of which can be frozen, a parameter without elements and one without dimensions."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.second = Affine(seed=1), nn.Linear(4, 4)
+        with torch.no_grad():
+            for number, p in enumerate(self.second.parameters()):
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(number + 2)))
+        self.nothing = nn.Parameter(torch.zeros(0, 2))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.sigmoid(self.first(x))) + self.scalar
+
+
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
     """The mean over examples of the sum over outputs."""
     return (output - target).square().sum(-1).mean()
@@ -69,15 +60,15 @@ def nothing(output: Tensor, target: Tensor) -> Tensor:
 class Problem:
     """A model whose outputs should be zero, and its objective, which every optimizer takes as a closure."""
 
-    def __init__(self, **arguments: Any) -> None:
-        self.model = Affine(**arguments)
-        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).to(self.model.weight.dtype)
+    def __init__(self, model: nn.Module | None = None, **arguments: Any) -> None:
+        self.model = Affine(**arguments) if model is None else model
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).to(self.parameters[0].dtype)
         self.x, self.y = x, torch.zeros(6, 4, dtype=x.dtype)
         self.objective = self.objective_of(squared_error)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [self.model.weight, self.model.bias]
+        return list(self.model.parameters())
 
     def objective_of(self, loss: Any) -> Objective:
         """On the problem's data; the sum of squares is Gaussian noise of variance ½, if labels are to be drawn."""
@@ -91,19 +82,36 @@ class Problem:
     def train(self, optimizer: VariationalOptimizer, steps: int, schedulers: Any = ()) -> None:
         for _ in range(steps):
             optimizer.step(self.objective)
-            for scheduler in schedulers:
-                if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-                    scheduler.step(self.loss())
-                else:
-                    scheduler.step()
+            self.advance(schedulers)
+
+    def advance(self, schedulers: Any) -> None:
+        for scheduler in schedulers:
+            if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(self.loss())
+            else:
+                scheduler.step()
+
+    def step_as_torch_does(self, optimizer: VariationalOptimizer, *, backward: bool = True) -> None:
+        """Forward, backward, ``step()``: at the samples. Where gradients are not enough, with the objective."""
+        if optimizer._needs_objective():
+            optimizer.step(self.objective)
+            return
+        optimizer.zero_grad()
+        for sample in range(max(1, optimizer.mc_samples)):
+            with optimizer.sampled_params(sample):
+                if backward:
+                    squared_error(self.model(self.x), self.y).backward()
+        optimizer.step()
 
     def same_weights(self, other: Problem, **tolerance: float) -> None:
         for p, q in zip(self.parameters, other.parameters, strict=True):
             torch.testing.assert_close(p, q, **({"rtol": 0.0, "atol": 0.0} | tolerance))
 
 
-def trained(case: Case, steps: int = 3, **arguments: Any) -> tuple[Problem, VariationalOptimizer]:
+def trained(
+    make: Callable[..., VariationalOptimizer], steps: int = 3, **arguments: Any
+) -> tuple[Problem, VariationalOptimizer]:
     problem = Problem()
-    optimizer = case(problem.parameters, **arguments)
+    optimizer = make(problem.parameters, **arguments)
     problem.train(optimizer, steps)
     return problem, optimizer

@@ -146,15 +146,15 @@ def test_a_held_sample_stays_until_step():
     assert not torch.allclose(sample, mean, atol=1e-3)
     part_of_loss(model, make_batch()).backward()
     optimizer.step()
-    assert optimizer._ledger.plan is None
+    assert optimizer._sampling.is_mean
 
 
 def test_a_held_sample_is_written_once(monkeypatch):
     """step() takes it over, whatever is called in between to hold it."""
     model, optimizer = set_up()
     batches, writes = split(make_batch(), MICRO_BATCHES), []
-    perturb = optimizer._perturb
-    monkeypatch.setattr(optimizer, "_perturb", lambda *what: (writes.append(what), perturb(*what)))
+    write = optimizer._sampling.write
+    monkeypatch.setattr(optimizer._sampling, "write", lambda *what: (writes.append(what), write(*what)))
     held_step(optimizer, model, batches)
     assert len(writes) == 1
 

@@ -94,7 +94,7 @@ def test_a_second_attach_replaces_the_first(attached):
     handle = new.attach(model)
     assert is_mean(model, mean)
     model.train()(make_batch()[0])
-    assert old._ledger.plan is None
+    assert old._sampling.is_mean
     handle.remove()
     assert is_mean(model, mean)
 

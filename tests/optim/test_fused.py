@@ -98,8 +98,8 @@ EDITS = [
 @pytest.mark.parametrize("case", cases(any_loop=True, has_hess=True))
 def test_the_same_run_as_without_kernels(case, edit):
     kernels, portable = run(case, edit), run(case, edit, fused=False)
-    assert kernels[1]._packs.packs
-    assert not portable[1]._packs.packs
+    assert kernels[1]._structure._packs.packs
+    assert not portable[1]._structure._packs.packs
     assert_same_run(portable, kernels, **ROUNDING)
 
 
@@ -269,11 +269,11 @@ def test_a_failing_pack_leaves_the_mean_in_all_of_them(monkeypatch):
 class TestArguments:
     def test_asked_for(self):
         optimizer = run(IVON, num_data=100, fused=True)[1]
-        assert len(optimizer._packs.packs) == 1
+        assert len(optimizer._structure._packs.packs) == 1
 
     @pytest.mark.parametrize("arguments", [{"fused": False}, {"foreach": True}, {"foreach": False}])
     def test_not_wanted(self, arguments):
-        assert not run(Vprop, num_data=100, **arguments)[1]._packs.packs
+        assert not run(Vprop, num_data=100, **arguments)[1]._structure._packs.packs
 
     @pytest.mark.parametrize("make", [VON, BBVI])
     def test_no_kernel_for_the_method(self, make):
@@ -288,7 +288,7 @@ class TestArguments:
         monkeypatch.setenv("VPROP_NO_KERNELS", "1")
         with pytest.raises(ValueError, match=r"Invalid fused=True: .* compiled part"):
             Vprop(make_model().parameters(), num_data=100, fused=True)
-        assert not run(Vprop, num_data=100)[1]._packs.packs
+        assert not run(Vprop, num_data=100)[1]._structure._packs.packs
 
 
 def test_float64_and_float32_in_one_group():
@@ -296,6 +296,6 @@ def test_float64_and_float32_in_one_group():
     optimizer = Vprop([wide, narrow], num_data=10, lr=0.1)
     for _ in range(3):
         optimizer.step(lambda: (optimizer.zero_grad(), (wide.square().sum() + narrow.square().sum()).backward()))
-    assert [len(pack.members) for pack in optimizer._packs.packs] == [1]
+    assert [len(pack.members) for pack in optimizer._structure._packs.packs] == [1]
     assert (wide < 1).all()
     assert (narrow < 1).all()

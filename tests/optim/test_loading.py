@@ -31,7 +31,7 @@ def all_of(optimizer):
     """Everything that a refusal must leave alone, as values that can be compared."""
     groups = [{key: repr(value) for key, value in group.items()} for group in optimizer.param_groups]
     state = {id(p): {key: repr(value) for key, value in entry.items()} for p, entry in optimizer.state.items()}
-    identities = [id(group) for group in optimizer.param_groups], id(optimizer.state), id(optimizer._ledger)
+    identities = [id(group) for group in optimizer.param_groups], id(optimizer.state), id(optimizer._sampling)
     return groups, state, identities, sorted(optimizer.defaults)
 
 

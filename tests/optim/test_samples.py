@@ -10,7 +10,6 @@ import torch
 from tests.harness import assert_same_run, backward, everything, make_batch, make_model, train
 from tests.table import cases
 from vprop import Vprop, noise
-from vprop.optim import _written
 
 
 def weights_of(model):
@@ -104,7 +103,7 @@ def test_an_exception_inside_a_sample_leaves_the_mean_and_a_usable_optimizer(cas
 @pytest.mark.parametrize("entering", [True, False])
 def test_an_interrupt_while_a_sample_is_written_or_taken_out(monkeypatch, entering):
     """Ctrl-C half-way through the parameters: the written ones are taken out again, the others stay."""
-    monkeypatch.setattr(_written, "KEPT_ELEMENTS", 0)  # as for large models, whose noise is generated twice
+    monkeypatch.setattr(written, "KEPT_ELEMENTS", 0)  # as for large models, whose noise is generated twice
     model = make_model()
     optimizer = Vprop(model.parameters(), num_data=100, foreach=False)
     before, generate, calls = weights_of(model), noise.normals_like, []

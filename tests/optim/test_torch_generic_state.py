@@ -1,4 +1,6 @@
-"""torch's generic optimizer checks over every optimizer of the table: state dicts, copies, hooks.
+"""torch's generic optimizer checks over every row of the database: state dicts, copies, hooks.
+
+A test that has torch's name does what torch's does; what is different is named in ``test_torch_generic.py``.
 
 A run that is saved and loaded goes on bit for bit in ``test_checkpoint.py``; what is refused is in ``test_loading.py``.
 """
@@ -14,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.optim.generic import EVERY_CASE, EVERY_OPTIMIZER, Problem, trained
-
-every_case = pytest.mark.parametrize("case", EVERY_CASE)
-every_optimizer = pytest.mark.parametrize("case", EVERY_OPTIMIZER)
+from tests.optim.database import every_implementation, every_input, every_optimizer
+from tests.optim.generic import Problem, trained
 
 
 def assert_same(first, second):
@@ -40,23 +40,39 @@ def assert_same(first, second):
 # -- state dicts -----------------------------------------------------------------------------------------------------
 
 
-@every_case
-def test_the_state_dict_is_deterministic(case):
-    """Two runs have equal ones; loading one does not change it, and the two go on as one."""
-    (problem, optimizer), (other, twin) = trained(case), trained(case, steps=0)
+def named(problem, names):
+    return list(problem.model.named_parameters()) if names else problem.parameters
+
+
+def without_names(state_dict):
+    groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
+    return state_dict | {"param_groups": groups}
+
+
+@every_implementation
+def test_state_dict_deterministic(case):
+    """Two runs have equal ones; loading one does not change it, and the two go on as one. Names are no matter."""
+    problem, other = Problem(), Problem()
+    optimizer, twin = case(problem.model.named_parameters()), case(other.parameters)
+    problem.train(optimizer, 3)
     other.model.load_state_dict(problem.model.state_dict())
     saved = copy.deepcopy(optimizer.state_dict())
     twin.load_state_dict(saved)
     assert_same(saved, optimizer.state_dict())
-    assert_same(twin.state_dict(), optimizer.state_dict())
+    assert_same(without_names(twin.state_dict()), without_names(optimizer.state_dict()))
     problem.train(optimizer, 2)
     other.train(twin, 2)
     problem.same_weights(other)
-    assert_same(twin.state_dict(), optimizer.state_dict())
+    assert_same(without_names(twin.state_dict()), without_names(optimizer.state_dict()))
+    # A group that stands there twice has the same words and the same numbers of parameters both times.
+    twin.param_groups.extend(twin.param_groups)
+    first, second = without_names(twin.state_dict())["param_groups"]
+    assert_same(first, second)
 
 
-@every_case
-def test_state_is_made_by_the_first_step_for_every_parameter(case):
+@every_implementation
+def test_non_empty_state(case):
+    """Made by the first step, for every parameter."""
     problem, optimizer = trained(case, steps=0)
     assert not optimizer.state
     problem.train(optimizer, 1)
@@ -65,10 +81,24 @@ def test_state_is_made_by_the_first_step_for_every_parameter(case):
         assert len(optimizer.state[p]) > 1
 
 
-@every_case
-def test_what_it_saves_are_numbers_words_and_tensors(case):
-    """A file that ``torch.load(weights_only=True)`` reads, equal to what was saved."""
-    _, optimizer = trained(case)
+@every_input
+def test_momentum_costs_memory_only_where_there_is_some(case):
+    """State per weight: a variance, and a momentum if β₁ > 0. BBVI has what its method keeps."""
+    _, optimizer = trained(case, steps=1)
+    keys = {key for state in optimizer.state.values() for key in state}
+    if case.info.name == "BBVI":
+        assert "momentum" not in keys
+    else:
+        assert ("momentum" in keys) == (optimizer.param_groups[0]["betas"][0] > 0)
+    assert "mean" not in keys
+
+
+@every_input
+@pytest.mark.parametrize("names", [False, True])
+def test_save_load_equality_with_weights_only(case, names):
+    problem = Problem()
+    optimizer = case(named(problem, names))
+    problem.train(optimizer, 2)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -80,7 +110,7 @@ def names_of_arguments(optimizer):
 
 
 @every_optimizer
-def test_older_checkpoints_without_an_argument_load(case):
+def test_can_load_older_state_dict(case):
     """Each argument in turn: what a checkpoint does not say is the optimizer's own."""
     _, optimizer = trained(case)
     for name in names_of_arguments(optimizer):
@@ -94,27 +124,32 @@ def test_older_checkpoints_without_an_argument_load(case):
 
 
 @every_optimizer
-def test_names_travel_with_the_state_dict(case):
-    problem = Problem()
-    named = case(problem.model.named_parameters())
-    problem.train(named, 1)
-    assert named.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
-    other = Problem()
-    twin = case([(f"other.{name}", p) for name, p in other.model.named_parameters()])
-    twin.load_state_dict(named.state_dict())
-    assert twin.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+@pytest.mark.parametrize("names", ["", "other."])
+@pytest.mark.parametrize("names_of_twin", ["", "other."])
+def test_can_load_from_to_named_state_dict(case, names, names_of_twin):
+    """A checkpoint's names are taken over, and one without leaves those that are there."""
+    problem, other = Problem(), Problem()
+    optimizer = case(named(problem, names))
+    problem.train(optimizer, 1)
+    prefixed = [(names_of_twin + name, p) for name, p in other.model.named_parameters()]
+    twin = case(prefixed if names_of_twin else other.parameters)
+    twin.load_state_dict(optimizer.state_dict())
+    prefix = "" if names else names_of_twin
+    expected = [prefix + "weight", prefix + "bias"] if names or names_of_twin else None
+    assert twin.state_dict()["param_groups"][0].get("param_names") == expected
+    other.train(twin, 1)
 
 
-@every_optimizer
-def test_from_names_to_none_and_back(case):
-    """As in torch: a checkpoint's names are taken over, and one without leaves those that are there."""
-    problem, unnamed = trained(case)
-    named = case(problem.model.named_parameters())
-    named.load_state_dict(unnamed.state_dict())
-    assert named.param_groups[0]["param_names"] == ["weight", "bias"]
-    unnamed.load_state_dict(named.state_dict())
-    assert unnamed.param_groups[0]["param_names"] == ["weight", "bias"]
-    problem.train(unnamed, 1)
+@every_input
+def test_load_nontensor_step(case):
+    """A count of steps that is a number, as older optimizers of torch's have it."""
+    problem, optimizer = trained(case)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["step"] = state["step"].item()
+    optimizer.load_state_dict(saved)
+    problem.train(optimizer, 1)
+    assert all(int(state["step"]) == 4 for state in optimizer.state.values())
 
 
 @every_optimizer
@@ -129,8 +164,8 @@ def test_the_state_moves_to_the_precision_of_other_parameters(case):
     other.train(twin, 2)
 
 
-@every_case
-def test_copies_have_all_public_attributes(case):
+@every_input
+def test_deepcopy_copies_all_public_attrs(case):
     _, optimizer = trained(case)
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         for one, other in ((optimizer, twin), (twin, optimizer)):
@@ -142,31 +177,50 @@ def test_copies_have_all_public_attributes(case):
 # -- hooks -----------------------------------------------------------------------------------------------------------
 
 
+def count_of_steps(optimizer):
+    return {int(state["step"]) for state in optimizer.state.values()}
+
+
+@every_input
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_step_pre_hook_and_post_hook(case, when):
+    """They see the state before the step, or after it; taken away they are silent."""
+    problem, optimizer = trained(case, steps=1)
+    seen = []
+    handle = getattr(optimizer, f"register_step_{when}_hook")(lambda *_: seen.append(count_of_steps(optimizer)))
+    problem.train(optimizer, 2)
+    assert seen == ([{1}, {2}] if when == "pre" else [{2}, {3}])
+    handle.remove()
+    problem.train(optimizer, 1)
+    assert len(seen) == 2
+
+
+@every_input
+def test_step_all_hooks(case):
+    """Those of all optimizers are outside those of one; another optimizer's are its own."""
+    problem, optimizer = trained(case, steps=0)
+    other = torch.optim.SGD(problem.parameters)
+    calls = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("all pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("all post")),
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("post")),
+    ]
+    try:
+        problem.train(optimizer, 1)
+        assert calls == ["all pre", "pre", "post", "all post"]
+        other.step()
+        assert calls[4:] == ["all pre", "all post"]
+    finally:
+        for handle in handles:
+            handle.remove()
+    problem.train(optimizer, 1)
+    assert len(calls) == 6
+
+
 @every_optimizer
 class TestStepHooks:
-    def test_before_and_after_in_their_order(self, case):
-        problem, optimizer = trained(case)
-        calls = []
-        steps = [int(state["step"]) for state in optimizer.state.values()]
-
-        def now():
-            return [int(state["step"]) for state in optimizer.state.values()] == steps
-
-        handles = [
-            optimizer.register_step_pre_hook(lambda *_: calls.append(("pre", now()))),
-            optimizer.register_step_post_hook(lambda *_: calls.append(("post", now()))),
-            register_optimizer_step_pre_hook(lambda *_: calls.append(("all pre", now()))),
-            register_optimizer_step_post_hook(lambda *_: calls.append(("all post", now()))),
-        ]
-        try:
-            problem.train(optimizer, 1)
-        finally:
-            for handle in handles:
-                handle.remove()
-        assert sorted(calls) == [("all post", False), ("all pre", True), ("post", False), ("pre", True)]
-        problem.train(optimizer, 1)
-        assert len(calls) == 4
-
     def test_one_that_gives_other_arguments(self, case):
         problem, optimizer = trained(case, steps=0)
         steps = []
@@ -183,21 +237,89 @@ class TestStepHooks:
         assert len(steps) == 5
 
 
+def leave_a_note(optimizer):
+    optimizer.state["note"] = 1
+
+
+def take_the_note(optimizer, state_dict):
+    return state_dict | {"found": state_dict["state"].pop("note", None)}
+
+
+@every_input
+def test_state_dict_pre_hook(case):
+    """torch's own check leaves a word in the state, where parameters and tensors are expected."""
+    _, optimizer = trained(case, steps=1)
+    optimizer.register_state_dict_pre_hook(leave_a_note)
+    assert optimizer.state_dict()["state"]["note"] == 1
+
+
+@every_input
+def test_state_dict_post_hook(case):
+    _, optimizer = trained(case, steps=1)
+    optimizer.register_state_dict_post_hook(take_the_note)
+    optimizer.register_state_dict_post_hook(lambda _, saved: None)
+    saved = optimizer.state_dict()
+    assert saved["found"] is None
+    optimizer.load_state_dict(saved)
+
+
+@every_input
+def test_state_dict_pre_post_hook(case):
+    _, optimizer = trained(case, steps=1)
+    optimizer.register_state_dict_pre_hook(leave_a_note)
+    optimizer.register_state_dict_post_hook(take_the_note)
+    saved = optimizer.state_dict()
+    assert saved["found"] == 1
+    assert "note" not in saved["state"]
+
+
+def set_the_lr(optimizer, state_dict):
+    """In place, as the first of torch's hooks does."""
+    state_dict["param_groups"][0]["lr"] = 0.002
+
+
+def another_lr(optimizer, state_dict):
+    """In a copy, as the second does."""
+    other = copy.deepcopy(state_dict)
+    other["param_groups"][0]["lr"] = 0.003
+    return other
+
+
+def note_the_lr(optimizer):
+    optimizer.state["note"] = optimizer.param_groups[0]["lr"]
+
+
+@every_input
+def test_load_state_dict_pre_hook_and_prepend(case):
+    _, optimizer = trained(case, steps=1)
+    saved = optimizer.state_dict()
+    optimizer.register_load_state_dict_pre_hook(set_the_lr)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.002
+    optimizer.register_load_state_dict_pre_hook(another_lr, prepend=True)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.002
+
+
+@every_input
+def test_load_state_dict_post_hook(case):
+    _, optimizer = trained(case, steps=1, lr=0.05)
+    optimizer.register_load_state_dict_post_hook(note_the_lr)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state["note"] == 0.05
+
+
+@every_input
+def test_load_state_dict_pre_post_hook(case):
+    _, optimizer = trained(case, steps=1)
+    optimizer.register_load_state_dict_pre_hook(another_lr)
+    optimizer.register_load_state_dict_post_hook(note_the_lr)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state["note"] == 0.003
+
+
 @every_optimizer
 class TestStateDictHooks:
-    def test_before_saving(self, case):
-        _, optimizer = trained(case)
-        optimizer.register_state_dict_pre_hook(lambda optimizer: optimizer.param_groups[0].update(lr=0.002))
-        assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.002
-
-    def test_after_saving(self, case):
-        _, optimizer = trained(case)
-        optimizer.register_state_dict_post_hook(lambda _, saved: saved | {"extra": 1})
-        optimizer.register_state_dict_post_hook(lambda _, saved: None)
-        saved = optimizer.state_dict()
-        assert saved["extra"] == 1
-        optimizer.load_state_dict(saved)
-
     def test_one_that_returns_something_else(self, case):
         """Whoever flattens a state dict on the way out restores it on the way in."""
         problem, optimizer = trained(case)
@@ -208,24 +330,6 @@ class TestStateDictHooks:
         optimizer.load_state_dict(packed)
         assert_same(optimizer.state_dict(), packed)
         problem.train(optimizer, 1)
-
-    @pytest.mark.parametrize("prepend", [False, True])
-    def test_before_loading_in_their_order(self, case, prepend):
-        _, optimizer = trained(case)
-        saved = optimizer.state_dict()
-
-        def times(factor):
-            def hook(_, state_dict):
-                groups = [group | {"lr": group["lr"] * factor + 1} for group in state_dict["param_groups"]]
-                return state_dict | {"param_groups": groups}
-
-            return hook
-
-        optimizer.register_load_state_dict_pre_hook(times(2))
-        optimizer.register_load_state_dict_pre_hook(times(3), prepend=prepend)
-        optimizer.load_state_dict(saved)
-        once, then = (3, 2) if prepend else (2, 3)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx((0.05 * once + 1) * then + 1)
 
     @pytest.mark.parametrize("prepend", [False, True])
     def test_after_loading_in_their_order(self, case, prepend):

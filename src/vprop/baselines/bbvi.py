@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,18 +12,84 @@ from torch.optim.optimizer import ParamsT
 from vprop.checks import invalid, is_finite
 from vprop.curvature import CurvatureEstimator, NoiseProduct
 from vprop.functional import black_box, diagonal
-from vprop.optim._arguments import NOT_HYPERPARAMETERS, refuse_sharded_parameters
-from vprop.optim._diagonal import DiagonalOptimizer
-from vprop.optim._loading import StateForm
-from vprop.optim._members import Member, mean_of
-from vprop.optim._written import Written
+from vprop.optim._arguments import NOT_HYPERPARAMETERS
 from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.optimizer import VariationalOptimizer
 from vprop.precision import compute_dtype
+from vprop.structures import Diagonal, GroupStep, Member, Plan, Structure, TensorSpec
+from vprop.structures.base import MEAN
+from vprop.structures.checks import refuse_sharded_parameters
+from vprop.structures.members import State, mean_of
 
 _METHODS = ("sgd", "rmsprop", "adam")
 
 
-class BBVI(DiagonalOptimizer):
+class MeanAndStd(Diagonal):
+    """μ and σ themselves, with gradient steps in both: σ takes the place of h."""
+
+    has_kernels = False
+    state_spec: ClassVar[Mapping[str, TensorSpec]] = {
+        "std": TensorSpec(needed=True, positive=True),
+        "mean": MEAN,
+        **{f"{name}_{average}": TensorSpec() for name in ("mean", "std") for average in ("square_avg", "avg")},
+    }
+
+    def new_state(self, member: Member) -> State:
+        """The same memory as h, and no division to get σ back."""
+        state, p = Structure.new_state(self, member), member.p
+        start = torch.full_like(p, member.group["hess_init"], dtype=compute_dtype(p), requires_grad=False)
+        state["std"] = diagonal.variance(start, member.ess, member.damping).sqrt()
+        return state
+
+    def make_state(self) -> None:
+        """With the averages of the method."""
+        for member in self.members:
+            state = self.state_of(member)
+            for name in ("mean", "std"):
+                _direction(name, torch.zeros_like(state["std"]), state, member.group)
+
+    def check_state(self, groups: list[GroupStep], state: dict[Any, State]) -> None:
+        """σ is looked at by itself."""
+
+    def _width(self, member: Member, state: State) -> tuple[Tensor, float, float | Tensor]:
+        return state["std"].square().reciprocal(), 1.0, 0.0
+
+    def _variance(self, member: Member, state: State) -> Tensor:
+        return state["std"].square()
+
+    def update(self, plan: Plan | None) -> None:
+        """Steps along the gradients of the ELBO."""
+        if plan is not None:
+            plan.take_out()
+        for member in self.members:
+            folded = self._folded.pop(member.p, None)
+            if folded is None:
+                continue
+            state = self.state_of(member)
+            state["step"] += 1
+            mean, std, ess, group = mean_of(member.p, state), state["std"], member.ess, member.group
+            grads = {
+                "mean": black_box.mean_gradient(mean, folded.grad, member.damping, member.prior_mean),
+                "std": black_box.std_gradient(std, folded.product, ess, member.damping),
+            }
+            # The square as well: an infinite average would make the weight NaN one step later.
+            usable = torch.isfinite(grads["mean"].square()) & torch.isfinite(grads["std"].square())
+            lr_std = group["lr"] if group["lr_std"] is None else group["lr_std"]
+            directions = {
+                name: _direction(name, torch.where(usable, grad, 0), state, group) for name, grad in grads.items()
+            }
+            new_mean = mean - group["lr"] * directions["mean"]
+            usable = usable & torch.isfinite(new_mean)
+            new_mean = torch.where(usable, new_mean, mean)
+            new_std = torch.where(usable, black_box.bounded(std - lr_std * directions["std"], std), std)
+            member.p.copy_(new_mean)
+            if "mean" in state:
+                state["mean"].copy_(new_mean)
+            std.copy_(new_std)
+            self.count_unusable((~usable).sum())
+
+
+class BBVI(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference by plain, RMSprop or Adam steps in μ and σ: what Vprop is compared with.
 
     With L the negative ELBO, ess = N/τ and δ = λ/ess
@@ -77,73 +143,15 @@ class BBVI(DiagonalOptimizer):
         defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
         super().__init__(params, defaults)
 
+    structure = MeanAndStd
+
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         refuse_sharded_parameters(group, "BBVI")
         _check(group)
 
-    _has_kernels = False
-    _state_form = StateForm(
-        needed=("std",),
-        like_parameter=("std", "mean", "mean_square_avg", "std_square_avg", "mean_avg", "std_avg"),
-        positive=("std",),
-        may_be_anything=("mean",),
-    )
-
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return NoiseProduct()
-
-    def _new_state(self, member: Member) -> dict[str, Tensor]:
-        state = super()._new_state(member)
-        # σ takes the place of h: the same memory, and no division to get it back.
-        state["std"] = diagonal.variance(state.pop("hess"), member.ess, member.damping).sqrt()
-        return state
-
-    def _make_state(self) -> None:
-        for member in self._members():
-            state = self._state(member)
-            for name in ("mean", "std"):
-                _direction(name, torch.zeros_like(state["std"]), state, member.group)
-
-    def _address(
-        self, member: Member, state: dict[str, Tensor], sample: int, evaluation_draw: int | None, mean: Tensor | None
-    ) -> Written:
-        precision = state["std"].square().reciprocal()
-        written = super()._address(member, state | {"hess": precision}, sample, evaluation_draw, mean)
-        written.ess, written.damping = 1.0, 0.0
-        return written
-
-    def _variance(self, member: Member, state: dict[str, Tensor]) -> Tensor:
-        return state["std"].square()
-
-    def _update(self) -> None:
-        self._leave()
-        for member in self._members():
-            folded = self._ledger.folded.pop(member.p, None)
-            if folded is None:
-                continue
-            state = self._state(member)
-            state["step"] += 1
-            mean, std, ess, group = mean_of(member.p, state), state["std"], member.ess, member.group
-            grads = {
-                "mean": black_box.mean_gradient(mean, folded.grad, member.damping, member.prior_mean),
-                "std": black_box.std_gradient(std, folded.product, ess, member.damping),
-            }
-            # The square as well: an infinite average would make the weight NaN one step later.
-            usable = torch.isfinite(grads["mean"].square()) & torch.isfinite(grads["std"].square())
-            lr_std = group["lr"] if group["lr_std"] is None else group["lr_std"]
-            directions = {
-                name: _direction(name, torch.where(usable, grad, 0), state, group) for name, grad in grads.items()
-            }
-            new_mean = mean - group["lr"] * directions["mean"]
-            usable = usable & torch.isfinite(new_mean)
-            new_mean = torch.where(usable, new_mean, mean)
-            new_std = torch.where(usable, black_box.bounded(std - lr_std * directions["std"], std), std)
-            member.p.copy_(new_mean)
-            if "mean" in state:
-                state["mean"].copy_(new_mean)
-            std.copy_(new_std)
-            self._count_unusable((~usable).sum())
 
 
 def _direction(name: str, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:

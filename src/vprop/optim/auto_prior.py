@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vprop.checks import invalid, is_number
-from vprop.structures.members import Marginal
 from vprop.parallel.sharding import sums
+from vprop.structures.members import Marginal
 
 if TYPE_CHECKING:
     from vprop.optim.optimizer import VariationalOptimizer

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vprop.structures.members import Marginal
 from vprop.optim.auto_prior import BOUNDS
 from vprop.parallel.sharding import sums
+from vprop.structures.members import Marginal
 
 MOST = 0.5
 """A symptom counts when more than this share of a group's weights show it."""

@@ -115,6 +115,20 @@ def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def keep_samples_out_of_checkpoints(optimizer: VariationalOptimizer, model: nn.Module) -> list[RemovableHandle]:
+    """Hooks of every module with parameters of the optimizer's: what its ``state_dict`` holds of them is the mean."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    handles = []
+    for module in model.modules():
+        if any(id(p) in owned for p in module._parameters.values()):
+            handles += [
+                module.register_state_dict_pre_hook(_BeforeStateDict(optimizer, module)),
+                module.register_state_dict_post_hook(_AfterStateDict(optimizer, module)),
+                module.register_load_state_dict_pre_hook(_BeforeLoadStateDict(optimizer, module)),
+            ]
+    return handles
+
+
 class Attachment:
     """What ``attach`` returns: ``remove()`` takes a sample out of the weights and detaches."""
 
@@ -134,18 +148,7 @@ class Attachment:
             hook = _BeforeInnerForward(optimizer, inside)
             self._handles.append(inside.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(inside.register_forward_hook(_AfterInnerForward(optimizer, inside), always_call=True))
-        self._watch_checkpoints(optimizer, model)
-
-    def _watch_checkpoints(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
-        """Every module with parameters of the optimizer's says what its ``state_dict`` holds of them."""
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for module in model.modules():
-            if any(id(p) in owned for p in module._parameters.values()):
-                self._handles += [
-                    module.register_state_dict_pre_hook(_BeforeStateDict(optimizer, module)),
-                    module.register_state_dict_post_hook(_AfterStateDict(optimizer, module)),
-                    module.register_load_state_dict_pre_hook(_BeforeLoadStateDict(optimizer, module)),
-                ]
+        self._handles += keep_samples_out_of_checkpoints(optimizer, model)
 
     def _shares(self, other: VariationalOptimizer) -> bool:
         """Whether the optimizer has parameters in common with another, or is gone."""

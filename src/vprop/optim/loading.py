@@ -17,6 +17,7 @@ from vprop.structures.checks import REBUILD, broken, other_shape, refused
 METHOD = "variational_method"
 """The entry of a parameter group that says which method made its state; groups are what every way of saving keeps."""
 
+
 def check_is_mapping(saved: Any) -> None:
     """Refuse what cannot be a ``state_dict()``."""
     if not isinstance(saved, Mapping):
@@ -101,9 +102,7 @@ def _check_entry(name: str, entry: Mapping[str, Any], p: Tensor, spec: Mapping[s
             raise other_shape(name, tuple(value.shape), p)
 
 
-def _taken(
-    name: str, key: str, value: Any, p: Tensor, group: dict[str, Any], specs: Mapping[str, TensorSpec]
-) -> Any:
+def _taken(name: str, key: str, value: Any, p: Tensor, group: dict[str, Any], specs: Mapping[str, TensorSpec]) -> Any:
     """An entry of the state as a copy in its place."""
     if key == "step":
         return step_count(value, name).to(p.device if group["capturable"] else "cpu")

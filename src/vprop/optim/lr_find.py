@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vprop.checks import check_loss, check_model, invalid, is_finite, is_number, shown
 from vprop.objective import LossFunction, Objective
-from vprop.optim._base import VariationalOptimizer
+from vprop.optim.optimizer import VariationalOptimizer
 from vprop.parallel.ranks import average_over_ranks
 from vprop.parallel.sharding import is_sharded
 

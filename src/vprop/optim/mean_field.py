@@ -11,9 +11,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from vprop.checks import invalid
 from vprop.curvature import NAMES, CurvatureEstimator, by_name
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
+from vprop.optim.auto_prior import PriorPrecision
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import NATURAL, RIEMANNIAN, Rule
-from vprop.optim.auto_prior import PriorPrecision
 
 
 class MeanField(VariationalOptimizer):

@@ -166,6 +166,10 @@ class VariationalOptimizer(Optimizer):
         chooses = ("_curvature", "_rule")
         return next((base for base in cls.__mro__ if any(name in vars(base) for name in chooses)), cls).__name__
 
+    def _needs_objective(self) -> bool:
+        """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
+        return any(self._curvature(group).needs_objective for group in self.param_groups)
+
     @property
     def _params(self) -> list[Tensor]:
         return list(chain.from_iterable([group["params"] for group in self.param_groups]))
@@ -219,7 +223,7 @@ class VariationalOptimizer(Optimizer):
         sampling.forget_samples()
         self._block_was_idle = False
         forget_casts()
-        if any(["auto_prior" in group for group in self.param_groups]):
+        if any("auto_prior" in group for group in self.param_groups):
             follow_auto_priors(self)
         self._report_unusable(deferred=False)
         return loss
@@ -258,16 +262,16 @@ class VariationalOptimizer(Optimizer):
                 losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
                 if needs_objective:
                     self._structure.observe(closure, sample)  # type: ignore[arg-type]
-        if any([loss is None for loss in losses]):
+        if any(loss is None for loss in losses):
             return None
         return losses[0] if len(losses) == 1 else mean_result(losses)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; between two samples of one step, fold the first one's before."""
         sampling = self._sampling
-        if sampling.holder is None and sampling.open_sample is not None:
-            if sampling.open_sample + 1 < self._structure.groups[0].samples:
-                self._fold_open_sample()
+        waits = sampling.holder is None and sampling.open_sample is not None
+        if waits and sampling.drawn_samples < self._structure.groups[0].samples:
+            self._fold_open_sample()
         self._asked_by_grad_scaler = False
         self._structure.own_gradients.clear()
         super().zero_grad(set_to_none=set_to_none)
@@ -526,20 +530,30 @@ class VariationalOptimizer(Optimizer):
         """
         check_model(model, "posterior(model)")
         self._report_unusable(deferred=True)
-        self._structure.prepare(self._resolution.steps(self), self.state)
-        self._snapshots += 1
-        return self._structure.posterior(
-            model,
-            seed=self.param_groups[0]["seed"],
-            snapshot=self._snapshots,
-            likelihood=likelihood,
-            noise_variance=noise_variance,
-        )
+        with self._as_groups_are_now():
+            self._snapshots += 1
+            return self._structure.posterior(
+                model,
+                seed=self.param_groups[0]["seed"],
+                snapshot=self._snapshots,
+                likelihood=likelihood,
+                noise_variance=noise_variance,
+            )
 
-    def _marginals(self) -> Iterator[Marginal]:
+    def _marginals(self) -> list[Marginal]:
         """Mean and variance of each parameter that has made a step; the mean must be in the weights."""
+        with self._as_groups_are_now():
+            return list(self._structure.marginals())
+
+    @contextmanager
+    def _as_groups_are_now(self) -> Iterator[None]:
+        """For questions between two steps: the samples of a step that has begun go on with what was decided for it."""
+        decided = self._structure.groups
         self._structure.prepare(self._resolution.steps(self), self.state)
-        return self._structure.marginals()
+        try:
+            yield
+        finally:
+            self._structure.prepare(decided, self.state)
 
     @torch.no_grad()
     @at_the_mean
@@ -549,7 +563,7 @@ class VariationalOptimizer(Optimizer):
         Best asked when some hundred steps have been made. It reads the state and changes nothing.
         """
         steps = [self._steps_made(group) for group in self.param_groups]
-        return diagnose(self.param_groups, steps, list(self._marginals()), self._structure.clipped)
+        return diagnose(self.param_groups, steps, self._marginals(), self._structure.clipped)
 
     def _steps_made(self, group: dict[str, Any]) -> int:
         """How many steps the group has made: those of its busiest parameter."""

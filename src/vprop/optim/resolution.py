@@ -34,7 +34,7 @@ class Resolution:
             return resolved(optimizer, groups)
         ranks = rank_and_count()
         if len(groups) == len(self._known) and all(
-            [known.fits(group, ranks) for known, group in zip(self._known, groups, strict=True)]
+            known.fits(group, ranks) for known, group in zip(self._known, groups, strict=True)
         ):
             return self._steps
         self._steps = resolved(optimizer, groups)

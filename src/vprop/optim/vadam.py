@@ -10,9 +10,9 @@ from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, MeanSquare
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
+from vprop.optim.auto_prior import PriorPrecision
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import VADAM, Rule
-from vprop.optim.auto_prior import PriorPrecision
 
 
 class Vadam(VariationalOptimizer):

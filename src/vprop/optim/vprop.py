@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from vprop.curvature import CurvatureEstimator, from_gradients
 from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim.optimizer import VariationalOptimizer
 from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.optimizer import VariationalOptimizer
 
 
 class Vprop(VariationalOptimizer):

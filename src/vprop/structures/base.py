@@ -185,7 +185,7 @@ class Structure(ABC):
     @property
     def needs_objective(self) -> bool:
         """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
-        return any([step.estimator.needs_objective for step in self.groups])
+        return any(step.estimator.needs_objective for step in self.groups)
 
     def observed(
         self, estimator: CurvatureEstimator, objective: Objective, members: list[Member], sample: int

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,11 @@ class Diagonal(PortableDiagonal):
     and float16 weights, which are too coarse to hold it.
     """
 
-    state_spec = {"hess": TensorSpec(needed=True), "momentum": TensorSpec(), "mean": MEAN}
+    state_spec: ClassVar[Mapping[str, TensorSpec]] = {
+        "hess": TensorSpec(needed=True),
+        "momentum": TensorSpec(),
+        "mean": MEAN,
+    }
     has_kernels = True
 
     def __init__(self, optimizer: str) -> None:

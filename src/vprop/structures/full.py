@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class Full(Structure):
     the matrix H over all parameters that have a state, in float64.
     """
 
-    state_spec = {
+    state_spec: ClassVar[Mapping[str, TensorSpec]] = {
         "hess": TensorSpec(like_parameter=False, dtype=_WIDE),
         "momentum": TensorSpec(),
         "mean": MEAN,

@@ -14,11 +14,11 @@ from vprop import kernels
 from vprop.kernels.call import Noise
 from vprop.kernels.table import Role, Table, int64
 from vprop.noise import Draw, Stream, source_word
-from vprop.structures.members import GroupStep, Member, State, signed_sample
-from vprop.structures.written import Written
 from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.sharding import block_of, local_grad, to_local
 from vprop.precision import compute_dtype
+from vprop.structures.members import GroupStep, Member, State, signed_sample
+from vprop.structures.written import Written
 
 _KEYS = {Role.HESS: "hess", Role.MOMENTUM: "momentum", Role.MEAN: "mean"}
 
@@ -138,14 +138,12 @@ class Packs:
         self._groups: list[GroupStep] = []
         self._states: list[State] = []
 
-    def refresh(
-        self, groups: list[GroupStep], state: dict[Tensor, State], state_of: Callable[[Member], State]
-    ) -> None:
+    def refresh(self, groups: list[GroupStep], state: dict[Tensor, State], state_of: Callable[[Member], State]) -> None:
         """Look whether the packs still fit, and build them anew if not. ``state_of`` makes missing state."""
         if (
             _same(groups, self._groups)
             and _same(state.values(), self._states)
-            and all([pack.is_current() for pack in self.packs])
+            and all(pack.is_current() for pack in self.packs)
         ):
             return
         packs, others = [], []

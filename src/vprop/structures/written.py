@@ -11,8 +11,8 @@ from torch import Tensor
 from vprop import noise
 from vprop.bundles import bundles, gather, gather_or_number, limit_for, pieces_of, scatter_, scatter_add_
 from vprop.functional import diagonal
-from vprop.structures.members import Member
 from vprop.parallel.fsdp import drop_gathered
+from vprop.structures.members import Member
 
 KEPT_ELEMENTS = 1 << 20
 """A sample of at most this many weights on a CPU is kept until it is taken out of them."""

@@ -17,7 +17,7 @@ from vprop.integrations.huggingface._optimizer import check_for_trainer, is_atta
 from vprop.integrations.huggingface._scores import LOWER_IS_BETTER, score
 from vprop.likelihood import LikelihoodLike, snapshot_likelihood
 from vprop.optim import VariationalOptimizer
-from vprop.optim._hooks import Attachment
+from vprop.optim.hooks import Attachment
 from vprop.parallel.sharding import sums
 
 

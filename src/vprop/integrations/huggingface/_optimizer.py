@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vprop.optim import VariationalOptimizer
-from vprop.optim._hooks import _BeforeForward
+from vprop.optim.hooks import _BeforeForward
 
 
 def variational_optimizer(optimizer: Any) -> VariationalOptimizer:

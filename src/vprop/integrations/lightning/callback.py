@@ -17,7 +17,7 @@ from vprop.integrations.lightning._optimizers import from_checkpoint, summary, v
 from vprop.integrations.lightning._scores import Evidence, evidence, gathered, scores
 from vprop.likelihood import LikelihoodLike, snapshot_likelihood
 from vprop.optim import VariationalOptimizer
-from vprop.optim._hooks import _BeforeStateDict
+from vprop.optim.hooks import keep_samples_out_of_checkpoints
 from vprop.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -99,9 +99,7 @@ class PosteriorCallback(Callback):
             )
         self._logged_steps = trainer.global_step
         for optimizer in optimizers:
-            hook = _BeforeStateDict(optimizer, pl_module)
-            self._hooks.append(pl_module.register_state_dict_pre_hook(hook))
-            self._hooks.append(pl_module.register_load_state_dict_pre_hook(hook))
+            self._hooks += keep_samples_out_of_checkpoints(optimizer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Put the sample of the coming step into the weights if gradients are not computed inside of the step."""

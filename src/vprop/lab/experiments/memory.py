@@ -93,7 +93,8 @@ def _living_storages() -> dict[int, int]:
     storages = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):  # asking the thing itself would wake up lazy modules
-            storage = thing.untyped_storage()
-            with suppress(RuntimeError):  # tensors of a compiler's trace hold no memory, and have no address
+            # Sparse tensors have no storage of their own, those of a compiler's trace no address.
+            with suppress(RuntimeError, NotImplementedError):
+                storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return storages
