@@ -10,6 +10,7 @@ import torch
 from tests.harness import assert_same_run, backward, everything, make_batch, make_model, train
 from tests.table import cases
 from vprop import Vprop, noise
+from vprop.structures import written
 
 
 def weights_of(model):

@@ -119,29 +119,32 @@ class Library:
     def perturb(self, table: Table, noise: Noise, direction: int) -> None:
         """See :func:`perturb`."""
         addresses, how = ctypes.byref(_table(table)), ctypes.byref(_noise(noise))
-        _in_parallel(
-            [
-                functools.partial(self._perturb, addresses, how, direction, low, high)
-                for low, high in _shares(table, torch.get_num_threads())
-            ]
-        )
+        if _is_small(table):
+            self._perturb(addresses, how, direction, 0, table.tiles)
+            return
+        shares = _shares(table, torch.get_num_threads())
+        _in_parallel([functools.partial(self._perturb, addresses, how, direction, low, high) for low, high in shares])
 
     def step(self, table: Table, step: Step) -> None:
         """See :func:`step`."""
         addresses, how = ctypes.byref(_table(table)), ctypes.byref(_step(step))
-        shares = _shares(table, torch.get_num_threads())
-        counts = [_Counts() for _ in shares]
-        _in_parallel(
-            [
-                functools.partial(self._step, addresses, how, low, high, ctypes.byref(own))
-                for (low, high), own in zip(shares, counts, strict=True)
-            ]
-        )
-        unusable, clipped = sum(own[0] for own in counts), sum(own[1] for own in counts)
-        if unusable:
-            table.unusable += unusable
-        if clipped:
-            table.clipped += clipped
+        if _is_small(table):
+            counts = [_Counts()]
+            self._step(addresses, how, 0, table.tiles, ctypes.byref(counts[0]))
+        else:
+            shares = _shares(table, torch.get_num_threads())
+            counts = [_Counts() for _ in shares]
+            _in_parallel(
+                [
+                    functools.partial(self._step, addresses, how, low, high, ctypes.byref(own))
+                    for (low, high), own in zip(shares, counts, strict=True)
+                ]
+            )
+        for unusable, clipped in counts:
+            if unusable:
+                table.unusable += unusable
+            if clipped:
+                table.clipped += clipped
 
     def normal(self, out: Tensor, start: int, *, seed: int, parameter: int, step: int | Tensor, source: int) -> None:
         """See :func:`normal`."""
@@ -196,17 +199,22 @@ def path_of(instruction_set: str) -> Path:
 
 
 def _table(table: Table) -> _Table:
-    geometry = table.geometry
-    return _Table(
-        table.rows,
-        table.columns.data_ptr(),
-        None if geometry is None else geometry.data_ptr(),
-        table.dims,
-        table.steps.data_ptr(),
-        table.first_step,
-        _TYPES[table.weight_dtype],
-        _TYPES[table.grad_dtype],
-    )
+    """The table as the library reads it, kept with it: only what differs from step to step is written anew."""
+    kept = table.for_backend
+    if kept is None:
+        geometry = table.geometry
+        kept = table.for_backend = _Table(
+            table.rows,
+            table.columns.data_ptr(),
+            None if geometry is None else geometry.data_ptr(),
+            table.dims,
+            table.steps.data_ptr(),
+            0,
+            _TYPES[table.weight_dtype],
+            0,
+        )
+    kept.first_step, kept.grad_type = table.first_step, _TYPES[table.grad_dtype]
+    return kept
 
 
 def _noise(noise: Noise) -> _Noise:
@@ -235,10 +243,13 @@ Share = tuple[int, int]
 _shares_of: WeakKeyDictionary[Table, tuple[int, list[Share]]] = WeakKeyDictionary()
 
 
+def _is_small(table: Table) -> bool:
+    """Whether one thread does all the work."""
+    return table.tiles * (TILE + _TILE_COST) < FEWEST_ELEMENTS or torch.get_num_threads() == 1
+
+
 def _shares(table: Table, threads: int) -> list[Share]:
     """The tiles in shares; kept with the table, because its sizes do not change."""
-    if threads == 1 or table.tiles * (TILE + _TILE_COST) < FEWEST_ELEMENTS:
-        return [(0, table.tiles)]
     known = _shares_of.get(table)
     if known is None or known[0] != threads:
         known = _shares_of[table] = threads, _divided(table.columns[Column.SIZE].tolist(), threads)
@@ -282,6 +293,9 @@ def _in_parallel(calls: Sequence[Callable[[], None]]) -> None:
             pool = _pool(os.getpid(), workers)
             pending = [pool.submit(work) for _ in range(min(workers, len(calls) - 1))]
         work()
+    except BaseException:
+        work()  # half of a sample in the weights would be worse than waiting a little for an interrupt
+        raise
     finally:
         waiting.clear()
         pending = [future for future in pending if not future.cancel()]

@@ -11,6 +11,7 @@ import enum
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,7 +118,7 @@ def _alike(tensors: Sequence[Tensor | None]) -> bool:
 
 def _aligned(pointers: Sequence[int]) -> bool:
     """Whether all addresses allow loads of 16 bytes."""
-    return not any(pointer & 15 for pointer in pointers)
+    return not any(map((15).__and__, pointers))
 
 
 def _tile_rows(sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -168,6 +169,8 @@ class Table:
         self.tile_rows = _tile_rows(sizes, self.device)
         self._fixed_aligned = self.aligned = all(map(_aligned, pointers.values()))
         self.unusable = new_counter(self.device)
+        self.for_backend: Any = None
+        """The same as a backend reads it, kept by the backend."""
         self.clipped = torch.zeros((), dtype=torch.int64, device=self.device)
 
     @property
@@ -178,6 +181,7 @@ class Table:
     def at_step(self, step: int) -> Table:
         """The same table with one step count for all rows."""
         twin = copy(self)
+        twin.for_backend = None
         twin.steps, twin.first_step = torch.zeros_like(self.steps), step
         return twin
 
@@ -187,6 +191,7 @@ class Table:
         What is written into it is written when the graph runs, so that no other step may rely on it.
         """
         twin = copy(self)
+        twin.for_backend = None
         twin.columns = self.columns.clone()
         twin._loose = {}
         return twin

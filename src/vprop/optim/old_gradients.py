@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,8 +10,23 @@ from torch import Tensor
 
 from vprop.parallel.sharding import is_sharded
 
+ADDED = (
+    "The closure added its gradients to others that were there before it. Those were not taken at the sample "
+    "that step() draws for the closure, so the sum is of no use. Clear the gradients in the closure, with "
+    "optimizer.zero_grad(). To accumulate gradients of micro-batches, take all of them at the sample: inside "
+    "`with optimizer.sampled_params():`, or after optimizer.attach(model), or in Lightning with "
+    "Trainer(callbacks=[vprop.integrations.lightning.PosteriorCallback()])."
+)
+NOTHING_DONE = (
+    "The closure computed neither loss nor gradients, and the gradients that were there before it were not "
+    "taken at the sample that step() draws for it. Compute them in the closure. In Lightning's manual "
+    "optimization, where step() always comes with a closure: use "
+    "Trainer(callbacks=[vprop.integrations.lightning.PosteriorCallback()]) or "
+    "`with optimizer.sampled_params():` (mc_samples=1), or pass your own closure to step()."
+)
 
-class OldGradient:
+
+class _OldGradient:
     """Sees what a closure does with the gradient that a parameter has before it.
 
     The number of writes to the gradient does not tell: one can be an addition or a clearing, two a clearing and an
@@ -46,48 +60,35 @@ class OldGradient:
             handle.remove()
 
 
-def refuse_old_gradients(closure: Callable[[], Any], param_groups: Iterable[dict[str, Any]]) -> Any:
+def refuse_old_gradients(closure: Callable[[], Any], params: Iterable[Tensor]) -> Any:
     """Call a closure; an error if it adds to gradients that the parameters have, or relies on them.
 
-    Two parameters are watched, the first and the last that have a gradient: hooks on all would cost time.
+    For closures that are not known to clear the gradients. Two parameters are watched, the first and the last that
+    have a gradient: hooks on all would cost time.
     """
-    watched = _watch(param_groups)
+    watched = _watch(params)
     try:
         result = closure()
     finally:
         for old in watched:
             old.close()
     if any(old.was_added_to for old in watched):
-        raise RuntimeError(
-            "The closure added its gradients to others that were there before it. Those were not taken at the sample "
-            "that step() draws for the closure, so the sum is of no use. Clear the gradients in the closure, with "
-            "optimizer.zero_grad(). To accumulate gradients of micro-batches, take all of them at the sample: inside "
-            "`with optimizer.sampled_params():`, or after optimizer.attach(model), or in Lightning with "
-            "Trainer(callbacks=[vprop.integrations.lightning.PosteriorCallback()])."
-        )
+        raise RuntimeError(ADDED)
     if watched and result is None and all(old.is_there() for old in watched):
-        raise RuntimeError(
-            "The closure computed neither loss nor gradients, and the gradients that were there before it were not "
-            "taken at the sample that step() draws for it. Compute them in the closure. In Lightning's manual "
-            "optimization, where step() always comes with a closure: use "
-            "Trainer(callbacks=[vprop.integrations.lightning.PosteriorCallback()]) or "
-            "`with optimizer.sampled_params():` (mc_samples=1), or pass your own closure to step()."
-        )
+        raise RuntimeError(NOTHING_DONE)
     return result
 
 
-def _watch(param_groups: Iterable[dict[str, Any]]) -> list[OldGradient]:
+def _watch(params: Iterable[Tensor]) -> list[_OldGradient]:
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return []
-    params = list(chain.from_iterable(group["params"] for group in param_groups))
-    first = next(filter(_has_gradient, params), None)
-    last = next(filter(_has_gradient, reversed(params)), None)
-    ends = [first] if first is last else [first, last]
-    return [OldGradient(p, p.grad) for p in ends if p is not None and p.grad is not None]
+    found = [p for p in params if _has_gradient(p)]
+    ends = {id(p): p for p in (*found[:1], *found[-1:])}.values()
+    return [_OldGradient(p, p.grad) for p in ends if p.grad is not None]
 
 
 def _has_gradient(p: Tensor) -> bool:
-    """FSDP adds up the gradients of spread parameters itself, and to look at one would take all ranks."""
+    """FSDP adds up the gradients of sharded parameters itself, and to look at one would take all ranks."""
     grad = p.grad
     if grad is None or not p.requires_grad or is_sharded(p):
         return False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from vprop.checks import check_flag, check_model, invalid, is_number
 from vprop.curvature import CurvatureEstimator
 from vprop.likelihood import LikelihoodLike
+from vprop.objective import Objective
 from vprop.optim import checkpoints, refusals
 from vprop.optim._arguments import (
     check_estimator,
@@ -32,11 +33,10 @@ from vprop.optim.closures import mean_result
 from vprop.optim.diagnosis import Diagnosis, diagnose
 from vprop.optim.hooks import Attachment
 from vprop.optim.loading import METHOD, check_is_mapping
-from vprop.optim.old_gradients import refuse_old_gradients
+from vprop.optim.old_gradients import ADDED, refuse_old_gradients
 from vprop.optim.resolution import Resolution, check_sample_counts
 from vprop.optim.sampling import Holder, Sampling, forget_casts, gradient_marks, note_hooks, release_samples
 from vprop.parallel.fsdp import drop_gathered
-from vprop.parallel.ranks import rank_and_count
 from vprop.parallel.seeds import SeedCheck
 from vprop.parallel.sharding import is_sharded, local_grad
 from vprop.posterior import Posterior
@@ -94,6 +94,7 @@ class VariationalOptimizer(Optimizer):
         self._seed_check = SeedCheck()
         self._attached = self._asked_by_grad_scaler = False
         self._block_was_idle = self._warned_of_repetition = False
+        self._cleared, self._clearing_closure = False, cast(Any, None)
         self._snapshots = 0
         self._watch_lifetime()
 
@@ -176,7 +177,10 @@ class VariationalOptimizer(Optimizer):
 
     def _prepare(self) -> list[GroupStep]:
         """Decide what the step needs of each group, if that is not decided, and tell the structure."""
-        steps = self._structure.groups if self._sampling.drawn_samples else self._resolution.steps(self)
+        sampling = self._sampling
+        if sampling.open_sample is not None or sampling.folded_samples:
+            return self._structure.groups
+        steps = self._resolution.steps(self)
         self._structure.prepare(steps, self.state)
         return steps
 
@@ -193,40 +197,46 @@ class VariationalOptimizer(Optimizer):
         all samples and calls it once for each (once at the mean if ``mc_samples=0``). Without one, the gradients
         of ``sampled_params()`` blocks or of an attached model are used.
         """
-        sampling = self._sampling
-        sampling.refuse_inside_sample("step()")
-        sampling.end_looks()
-        refusals.refuse_no_closure(closure)
-        if closure is None and not torch.compiler.is_compiling() and self._is_asked_for_state():
+        sampling, structure = self._sampling, self._structure
+        if sampling.holder is Holder.CALLER:
+            sampling.refuse_inside_sample("step()")
+        if sampling.aside is not None:
+            sampling.end_looks()
+        if closure is None and sampling.open_sample is None and self._is_asked_for_state():
             self._prepare()
-            self._structure.make_state()
+            structure.make_state()
             return None
         scaled, self._asked_by_grad_scaler = self._asked_by_grad_scaler, False
         loss = None
         try:
-            if closure is None:
-                steps = self._prepare()
-                if self._structure.needs_objective:
-                    refusals.require_objective(closure, type(self).__name__)
-                refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._attached)
-            elif scaled:
-                refusals.refuse_scaled_closure()
-            else:
+            if closure is not None:
+                refusals.refuse_no_closure(closure, scaled)
                 loss = self._evaluate(closure)
-            if not torch.compiler.is_compiling() and rank_and_count()[1] > 1:
-                self._seed_check.compare(self._groups_with_shared_noise())
-            self._structure.fold(sampling.open_sample, sampling.folded_samples)
-            self._structure.update(sampling.plan)
+            else:
+                steps = self._prepare()
+                if structure.needs_objective:
+                    refusals.require_objective(type(self).__name__)
+                if sampling.drawn_samples < steps[0].samples:
+                    refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._attached)
+            if self._resolution.several_ranks:
+                self._compare_seeds()
+            structure.fold(sampling.open_sample, sampling.folded_samples)
+            structure.update(sampling.plan)
         except BaseException:
             sampling.put_mean_back()
             raise
         sampling.forget_samples()
         self._block_was_idle = False
         forget_casts()
-        if any("auto_prior" in group for group in self.param_groups):
+        if structure.follows_priors:
             follow_auto_priors(self)
-        self._report_unusable(deferred=False)
+        if structure.unusable:
+            self._report_unusable(deferred=False)
         return loss
+
+    @torch.compiler.disable
+    def _compare_seeds(self) -> None:
+        self._seed_check.compare(self._groups_with_shared_noise())
 
     def _is_asked_for_state(self) -> bool:
         """Whether this is no step, but a request for the state that a checkpoint can be loaded into.
@@ -234,7 +244,7 @@ class VariationalOptimizer(Optimizer):
         That is how ``torch.distributed.checkpoint`` asks: by a step before anything was done, of length zero, on
         gradients of zero.
         """
-        if self._sampling.drawn_samples or any(self.state.values()):
+        if torch.compiler.is_compiling() or any(self.state.values()):
             return False
         if any(float(group["lr"]) != 0 for group in self.param_groups):
             return False
@@ -242,29 +252,52 @@ class VariationalOptimizer(Optimizer):
         return all(grad is not None and not bool(grad.any()) for grad in grads)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Call the closure once per sample; returns the mean of what it returned."""
-        sampling = self._sampling
-        begun = sampling.open_sample is not None and self._structure.groups[0].samples == 1
+        """Call the closure once per sample; returns the mean of what it returned. The last sample stays."""
+        sampling, structure = self._sampling, self._structure
+        begun = sampling.open_sample is not None and structure.groups[0].samples == 1
         if begun:
             sampling.forget_folded()  # of a step that failed
-        else:
+        elif sampling.drawn_samples or not sampling.is_mean:
             sampling.put_mean_back()
             sampling.forget_samples()
-        steps = self._prepare()
-        needs_objective, count = self._structure.needs_objective, steps[0].samples
-        if needs_objective:
-            refusals.require_objective(closure, type(self).__name__)
-        losses, last = [], max(1, count) - 1
-        for sample in range(last + 1):
-            with self._active_sample(sample, stays=sample == last), torch.enable_grad():
-                watched = [] if begun or count == 0 or sample > 0 else self.param_groups
-                loss = refuse_old_gradients(closure, watched)
+        losses: list[Any] = []
+        try:
+            count = 1
+            while len(losses) < count:
+                sample = len(losses)
+                count = max(1, self._enter(sample, Holder.CALLER)[0].samples)
+                if structure.needs_objective and not isinstance(closure, Objective):
+                    refusals.require_objective(type(self).__name__)
+                with torch.enable_grad():
+                    fresh = not begun and sample == 0 and structure.groups[0].samples > 0
+                    loss = self._call(closure) if fresh else closure()
                 losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
-                if needs_objective:
-                    self._structure.observe(closure, sample)  # type: ignore[arg-type]
-        if any(loss is None for loss in losses):
-            return None
-        return losses[0] if len(losses) == 1 else mean_result(losses)
+                if structure.needs_objective:
+                    structure.observe(closure, sample)  # type: ignore[arg-type]
+        except BaseException:
+            # A sample that was not finished must not be mistaken for one that was.
+            sampling.put_mean_back()
+            sampling.forget_samples()
+            raise
+        sampling.holder = None
+        if len(losses) == 1:
+            return losses[0]
+        return None if any(loss is None for loss in losses) else mean_result(losses)
+
+    def _call(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure before whose sample no gradient can have been taken; it must clear those that are there.
+
+        Once it has called our ``zero_grad`` it is known to, and an error when it does not; until then it is watched.
+        """
+        if isinstance(closure, Objective):
+            return closure()
+        code = getattr(closure, "__code__", type(closure))
+        known, self._cleared = self._clearing_closure is code, False
+        result = closure() if known else refuse_old_gradients(closure, self._params)
+        if known and not self._cleared:
+            raise RuntimeError(ADDED)
+        self._clearing_closure = code if self._cleared else None
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; between two samples of one step, fold the first one's before."""
@@ -272,8 +305,9 @@ class VariationalOptimizer(Optimizer):
         waits = sampling.holder is None and sampling.open_sample is not None
         if waits and sampling.drawn_samples < self._structure.groups[0].samples:
             self._fold_open_sample()
-        self._asked_by_grad_scaler = False
-        self._structure.own_gradients.clear()
+        self._asked_by_grad_scaler, self._cleared = False, True
+        if self._resolution.several_ranks:
+            self._structure.own_gradients.clear()
         super().zero_grad(set_to_none=set_to_none)
 
     @property
@@ -353,23 +387,29 @@ class VariationalOptimizer(Optimizer):
             self._sampling.put_mean_back()
             self._hold_again()
 
-    def _enter(self, sample: int, holder: Holder) -> None:
+    def _enter(self, sample: int, holder: Holder) -> list[GroupStep]:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
         sampling = self._sampling
-        sampling.end_looks()
+        if sampling.aside is not None:
+            sampling.end_looks()
         if sampling.holder is Holder.HOOK and sample == sampling.open_sample:
             sampling.holder = holder  # it is in the weights: taking it out and in again would only round
-            return
-        sampling.put_mean_back()
-        count = self._prepare()[0].samples
+            return self._structure.groups
+        if not sampling.is_mean:
+            sampling.put_mean_back()
+        steps = self._prepare()
+        count = steps[0].samples
         if sampling.open_sample is not None and sample == sampling.open_sample + 1 < max(1, count):
             self._fold_open_sample()
         due = sampling.folded_samples if sampling.open_sample is None else sampling.open_sample
-        refusals.require_due(sample, due, count)
+        if sample != due:
+            refusals.require_due(sample, due, count)
         if count > 0:
-            self._watch_ranks()
+            if self._resolution.several_ranks:
+                self._watch_ranks()
             sampling.write(sample)
         sampling.open(sample, holder)
+        return steps
 
     def _fold_open_sample(self) -> None:
         """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""
@@ -384,8 +424,6 @@ class VariationalOptimizer(Optimizer):
     @torch.compiler.disable
     def _watch_ranks(self) -> None:
         """What is noted of a run on several ranks before a sample is drawn."""
-        if rank_and_count()[1] == 1:
-            return
         for step in self._structure.groups:
             if step.own_noise:
                 self._structure.own_gradients.watch(member.p for member in step.members)

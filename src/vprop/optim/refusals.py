@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from vprop.checks import invalid
-from vprop.objective import Objective
 
 
-def refuse_no_closure(closure: Any) -> None:
-    """An error if ``closure`` cannot be called."""
-    if closure is not None and not callable(closure):
+def refuse_no_closure(closure: Any, scaled: bool) -> None:
+    """An error if ``closure`` cannot be called, or GradScaler is at work."""
+    if not callable(closure):
         raise TypeError(
             f"step(closure): got {type(closure).__name__}, must be a function that clears the gradients, computes "
             "the loss, calls backward() and returns it, or a vprop.Objective. With gradients from a "
             "`with optimizer.sampled_params():` block or of an attached model, call step() without an argument."
         )
-
-
-def require_objective(closure: Callable[[], Any] | None, optimizer: str) -> None:
-    """An error if the curvature needs more than the closure gives."""
-    if not isinstance(closure, Objective):
+    if scaled:
         raise RuntimeError(
-            f"{optimizer} takes its curvature from more than a gradient, so step() must be given an "
-            "objective: optimizer.step(vprop.Objective(model, loss_fn, x, y)), with loss_fn(model(x), y) the mean "
-            "loss."
+            "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
+            "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
         )
 
 
-def refuse_scaled_closure() -> None:
-    """An error: GradScaler is at work, and there is a closure."""
+def require_objective(optimizer: str) -> None:
+    """An error: the curvature needs more than a closure gives."""
     raise RuntimeError(
-        "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
-        "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
+        f"{optimizer} takes its curvature from more than a gradient, so step() must be given an "
+        "objective: optimizer.step(vprop.Objective(model, loss_fn, x, y)), with loss_fn(model(x), y) the mean "
+        "loss."
     )
 
 

@@ -26,6 +26,8 @@ class Resolution:
     def __init__(self) -> None:
         self._known: list[_Known] = []
         self._steps: list[GroupStep] = []
+        self.several_ranks = False
+        """Whether other processes train as well, as far as was seen when a step was last resolved."""
 
     def steps(self, optimizer: VariationalOptimizer) -> list[GroupStep]:
         """One object per group, the same as last time where nothing was edited; all are checked when one was."""
@@ -33,10 +35,13 @@ class Resolution:
         if torch.compiler.is_compiling():
             return resolved(optimizer, groups)
         ranks = rank_and_count()
-        if len(groups) == len(self._known) and all(
-            known.fits(group, ranks) for known, group in zip(self._known, groups, strict=True)
-        ):
-            return self._steps
+        self.several_ranks = ranks[1] > 1
+        if len(groups) == len(self._known):
+            for known, group in zip(self._known, groups, strict=True):
+                if not known.fits(group, ranks):
+                    break
+            else:
+                return self._steps
         self._steps = resolved(optimizer, groups)
         self._known = [_Known(group, ranks) for group in groups]
         return self._steps
@@ -48,17 +53,18 @@ class _Known:
     def __init__(self, group: dict[str, Any], ranks: tuple[int, int]) -> None:
         self._group, self._ranks = group, ranks
         self._values, self._params = list(group.values()), list(group["params"])
-        self._lr_at = list(group).index("lr")
+        self._late = [list(group).index(name) for name in ("lr", "betas", "clip_radius")]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._params))
         self._sharded = [p for p in self._params if is_sharded(p)]
         self._addresses = _addresses(self._sharded)
 
     def fits(self, group: dict[str, Any], ranks: tuple[int, int]) -> bool:
-        """Whether nothing but ``lr`` was edited, which the update reads itself."""
+        """Whether nothing was edited but what the update reads itself."""
         values, params = list(group.values()), group["params"]
         if group is not self._group or len(values) != len(self._values) or len(params) != len(self._params):
             return False
-        values[self._lr_at] = self._values[self._lr_at]
+        for i in self._late:
+            values[i] = self._values[i]
         return (
             ranks == self._ranks
             and all(map(is_, values, self._values))
@@ -90,6 +96,7 @@ def resolved(optimizer: VariationalOptimizer, groups: list[dict[str, Any]]) -> l
             samples=group["mc_samples"],
             own_noise=has_own_noise(group),
             fused=_may_be_fused(optimizer, group),
+            capturable=group["capturable"],
             rate_factor=optimizer._rate_factor(group, ess),
         )
         fill_members(step, number)

@@ -80,8 +80,10 @@ class Sampling:
 
         The holder goes first: should an interrupt strike half-way, the next call carries on from there.
         """
-        self.end_evaluation()
-        self.end_looks()
+        if self.saved is not None:
+            self.end_evaluation()
+        if self.aside is not None:
+            self.end_looks()
         self.holder = None
         if self.plan is not None:
             self.plan.take_out()
@@ -155,12 +157,15 @@ class Sampling:
         """Start the step over; the mean must be in the weights."""
         self.holder = self.plan = self.aside = self.saved = self.open_sample = None
         self.held = self.graph_made = False
-        self.forget_folded()
+        if self.folded_samples or self.structure.has_folded:
+            self.forget_folded()
 
     def forget_folded(self) -> None:
         """Forget what was folded of this step's samples, but not the open one and its gradients."""
         self.folded_samples = 0
-        self.structure.forget()
+        if self.structure.has_folded:
+            self.structure.forget()
+            self.structure.has_folded = False
 
     def refuse_inside_sample(self, what: str) -> None:
         """An error while a caller holds a sample in the weights."""

@@ -78,6 +78,12 @@ class Structure(ABC):
         """Gradient elements left out and not yet reported."""
         self.clipped: dict[int, list[tuple[Tensor, int]]] = {}
         """Of the last step, by group: (elements at the clip radius, elements) of each bundle."""
+        self.needs_objective = False
+        """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
+        self.follows_priors = False
+        """Whether a prior precision is to be changed after steps."""
+        self.has_folded = False
+        """Whether there is something of this step's samples to forget."""
         self._ranks_checked = False
 
     def take_over(self, former: Structure) -> None:
@@ -86,7 +92,11 @@ class Structure(ABC):
 
     def prepare(self, groups: list[GroupStep], state: dict[Tensor, State]) -> None:
         """Say which groups the next calls are about, and where the state is."""
-        self.groups, self.state = groups, state
+        self.state = state
+        if groups is not self.groups:
+            self.groups = groups
+            self.needs_objective = any(step.estimator.needs_objective for step in groups)
+            self.follows_priors = any(step.group.get("auto_prior") is not None for step in groups)
 
     @property
     def members(self) -> list[Member]:
@@ -181,11 +191,6 @@ class Structure(ABC):
         self.unusable_on(count.device).view(-1)[0] += count
 
     # -- objectives and ranks --------------------------------------------------------------------------------
-
-    @property
-    def needs_objective(self) -> bool:
-        """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
-        return any(step.estimator.needs_objective for step in self.groups)
 
     def observed(
         self, estimator: CurvatureEstimator, objective: Objective, members: list[Member], sample: int

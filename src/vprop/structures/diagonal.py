@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,8 +20,9 @@ from vprop.posterior import DiagonalPosterior, GaussianPrior
 from vprop.precision import as_tensor
 from vprop.structures import written
 from vprop.structures.base import MEAN, Structure, TensorSpec
-from vprop.structures.fused import Job, any_sparse, curvature_in_kernel, is_captured
+from vprop.structures.fused import Job, curvature_in_kernel
 from vprop.structures.members import (
+    GroupStep,
     Marginal,
     Member,
     gradient_of,
@@ -77,6 +79,13 @@ def _take_out(sample: PackedSample) -> None:
         sample.done = False
 
 
+def _direct(step: GroupStep) -> tuple[Curvature, float] | None:
+    """How a kernel makes ĥ of the gradients of a step, if it can without our folding them."""
+    if step.rule.kernel is None or step.own_noise or isinstance(step.rate_factor, list):
+        return None
+    return curvature_in_kernel(step.estimator, step.samples, step.ess)
+
+
 class Diagonal(PortableDiagonal):
     """A diagonal Gaussian, by kernels where they can.
 
@@ -93,7 +102,7 @@ class Diagonal(PortableDiagonal):
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
-        self._packs = Packs()
+        self._packs = Packs(_direct)
         self._partners: dict[Tensor, Tensor] = {}
         """The gradients of the first sample of a pair, which a kernel will read, by parameter."""
         self._captured: list[Any] = []
@@ -115,10 +124,10 @@ class Diagonal(PortableDiagonal):
         packed = []
         for pack in packs:
             pack.look_at_counts()
-            if is_captured(pack):
+            if pack.is_captured():
                 self._captured.append(pack.table)
             packed.append(PackedSample(pack, noise_of(pack.step, sample, Stream.TRAINING), pack.table))
-        return DiagonalPlan(packed, [self._written(member, sample, None) for member in others])
+        return DiagonalPlan(packed, [self._written(member, sample, None) for member in others] if others else [])
 
     def _evaluation_plan(self, sample: int, evaluation_draw: int) -> DiagonalPlan:
         # Evaluation must leave no trace, so where there is no state yet it looks at one that it does not keep.
@@ -142,21 +151,15 @@ class Diagonal(PortableDiagonal):
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def _direct(self, pack: Pack) -> tuple[Curvature, float] | None:
-        """How a kernel makes ĥ of the gradients of this step, if it can without our folding them."""
-        step = pack.step
-        if step.rule.kernel is None or step.own_noise or isinstance(step.rate_factor, list):
-            return None
-        return curvature_in_kernel(step.estimator, step.samples, step.ess)
-
     def fold(self, sample: int | None, folded_samples: int) -> None:
         """Fold the gradients that no kernel reads itself."""
         packs, others = self._refreshed_packs()
         folding = list(others)
         for pack in packs:
-            if self._direct(pack) is None:
+            if pack.direct is None:
                 folding += pack.members
             elif (sample or 0) + 1 < pack.step.samples:
+                self.has_folded = True
                 for member in pack.members:
                     if member.p.grad is not None:
                         self._partners[member.p] = gradient_of(member, copy=True)
@@ -166,32 +169,39 @@ class Diagonal(PortableDiagonal):
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""
         super().forget()
-        self._partners.clear()
+        if self._partners:
+            self._partners = {}
 
     def update(self, plan: Plan | None) -> None:
         """One pass of a kernel over the parameters of each pack; the others with torch's own operations."""
         self.clipped = {}
-        self._average_over_ranks()
-        packs, others = self._packs_now()
-        active = {id(sample.pack): sample for sample in plan.packed if sample.done} if plan is not None else {}  # type: ignore[attr-defined]
+        if self._shared_gradients:
+            self._average_over_ranks()
+        packs, others = ([], self.members) if torch.compiler.is_compiling() else (self._packs.packs, self._packs.others)
+        active: dict[int, PackedSample] = {}
+        if plan is not None:
+            for sample in plan.packed:  # type: ignore[attr-defined]
+                if sample.done:
+                    active[id(sample.pack)] = sample
         if self._start_and_stop_momenta(packs, others, plan):
             packs, others = self._refreshed_packs()
         jobs, unfused = [], list(others)
         for pack in packs:
-            job = self._job(pack, active.get(id(pack)))
+            sample = active.get(id(pack))
+            job = self._job(pack, sample)
             if job is None:
                 unfused += pack.members
             else:
-                jobs.append(job)
-        if plan is not None:
-            taken_by_jobs = {id(job.pack) for job in jobs if job.step.sampled}
-            for pack_id, sample in active.items():
-                if pack_id not in taken_by_jobs and sample.done:
-                    _take_out(sample)
-            if plan.written:  # type: ignore[attr-defined]
-                written.restore(plan.written)  # type: ignore[attr-defined]
-        for job in jobs:
-            self._run(job, active.get(id(job.pack)))
+                jobs.append((job, sample))
+                if job.step.sampled:
+                    del active[id(pack)]
+        for sample in active.values():  # those that no job takes out
+            if sample.done:
+                _take_out(sample)
+        if plan is not None and plan.written:  # type: ignore[attr-defined]
+            written.restore(plan.written)  # type: ignore[attr-defined]
+        for job, sample in jobs:
+            self._run(job, sample)
         if unfused:
             self._update_unfused(unfused)
 
@@ -201,16 +211,12 @@ class Diagonal(PortableDiagonal):
     def _take_partner(self, member: Member) -> Tensor | None:
         return self._partners.pop(member.p, None)
 
-    def _packs_now(self) -> tuple[list[Pack], list[Member]]:
-        """The packs without looking again, for where nobody else can have done anything since."""
-        return ([], self.members) if torch.compiler.is_compiling() else (self._packs.packs, self._packs.others)
-
     def _job(self, pack: Pack, active: PackedSample | None) -> Job | None:
         """What a kernel is asked to do for a pack; ``None`` if the update is not one that it knows."""
         step, group = pack.step, pack.group
         if step.rule.kernel is None or isinstance(step.rate_factor, list):
             return None
-        direct, others = self._direct(pack), list[Tensor | None]()
+        direct, others = pack.direct, list[Tensor | None]()
         grads: list[Tensor | None]
         if direct is None:
             folded = [self._folded.pop(p, None) for p in pack.owners]
@@ -222,9 +228,6 @@ class Diagonal(PortableDiagonal):
             ]
         else:
             (curvature, scale), grads = direct, pack.gradients()
-            if any_sparse(grads):
-                for member in pack.members:
-                    gradient_of(member, copy=False)  # says which, and what to do
             if curvature is Curvature.PAIR:
                 others = self._pair_partners(pack, grads)
         noise = noise_of(step, max(1, step.samples) - 1, Stream.TRAINING)
@@ -253,15 +256,24 @@ class Diagonal(PortableDiagonal):
 
     def _run(self, job: Job, sample: PackedSample | None) -> None:
         pack = job.pack
-        job.run(self.unusable_on(pack.table.device), self._captured.append)
+        before = None if sample is None or pack.is_captured() else pack.probe.clone()
+        try:
+            job.run(self.unusable_on(pack.table.device), self._captured.append)
+        except BaseException:  # an interrupt may come through when the kernel has done its work
+            if sample is not None and before is not None and not torch.equal(before, pack.probe):
+                sample.done = False
+            raise
         if sample is not None:
             sample.done = False
-        if job.step.clips:
+        if not math.isinf(job.step.clip_radius):
             self.clipped.setdefault(pack.step.number, []).append((pack.table.clipped, pack.size))
 
     def _start_and_stop_momenta(self, packs: list[Pack], others: list[Member], plan: Plan | None) -> bool:
         """Make the state match β₁, which can be edited between steps; returns whether that changed a pack."""
-        wrong = [pack.members for pack in packs if pack.has_momentum() != (pack.group["betas"][0] > 0)]
+        wrong: list[list[Member]] = []
+        for pack in packs:
+            if pack.has_momentum != (pack.group["betas"][0] > 0):
+                wrong.append(pack.members)
         if not wrong and not others:
             return False
         if plan is not None and any(

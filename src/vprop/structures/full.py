@@ -232,6 +232,7 @@ class Full(Structure):
 
     def observe(self, objective: Objective, sample: int) -> None:
         """Keep what the estimator sees in the objective until the gradients are folded."""
+        self.has_folded = True
         members = self.members
         estimator = self._estimator
         observed = self.observed(estimator, objective, members, sample)
@@ -242,6 +243,7 @@ class Full(Structure):
 
     def fold(self, sample: int | None, folded_samples: int) -> None:
         """Fold the gradients of all parameters as one vector."""
+        self.has_folded = True
         members = self.members
         for member in members:
             if member.p.grad is not None:

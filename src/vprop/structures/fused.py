@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
@@ -57,39 +58,40 @@ class Job:
         """Count the step and launch the kernel. ``keep`` gets what a CUDA graph in capture will read."""
         pack, table = self.pack, self.pack.table
         missing = list(map(is_, self.grads, repeat(None)))
-        if is_captured(pack):
+        present, took_part = self.grads, None
+        if any(missing):
+            present = [grad for grad in self.grads if grad is not None]
+            took_part = [not out for out in missing]
+        captured = pack.is_captured()
+        if captured:
             keep(table)
             table = table.for_capture()
             keep(table)
-        grads, table.grad_dtype = _of_one_kind(self.grads, present_in(self.grads, missing), table.weight_dtype)
-        held = []  # copies must live until the kernel is launched
-        for role, column in ((Role.GRAD, grads), (Role.OTHER, self.others)):
-            if column:
-                held.append(pack.in_layout(column, present_in(column, missing)))
-                host = table.point(role, _addresses(held[-1], missing))
-                if table is not pack.table:
-                    keep(host)
+        grads, table.grad_dtype = _of_one_kind(self.grads, present, table.weight_dtype)
+        held = [pack.in_layout(grads, present)]  # copies must live until the kernel is launched
+        hosts = [table.point(Role.GRAD, _addresses(held[0], missing))]
+        if self.others:
+            present = [t for t, out in zip(self.others, missing, strict=True) if not out]
+            held.append(pack.in_layout(self.others, present))
+            hosts.append(table.point(Role.OTHER, _addresses(held[1], missing)))
         table.unusable = unusable
-        if self.step.clips:
+        if not math.isinf(self.step.clip_radius):
             table.clipped.zero_()
-        took_part = [not out for out in missing] if any(missing) else None
-        counted = pack.count_step(took_part)
-        if table is not pack.table:
-            keep(counted)
+        hosts.append(pack.count_step(took_part))
+        if captured:
+            keep(hosts)
+        before = None if captured else pack.probe.clone()
         try:
             pack.look_at_counts()
             table.first_step = pack.table.first_step
             pack.backend.step(table, self.step)
-        except Exception:  # nothing was done, so the sample that is still in the weights must be found again
-            pack.count_step(took_part, by=-1)
-            pack.look_at_counts()
+        except BaseException:
+            if before is None or torch.equal(before, pack.probe):
+                # Nothing was done, so the sample that is still in the weights must be found again.
+                pack.count_step(took_part, by=-1)
+                pack.look_at_counts()
             raise
         pack.weights_changed()
-
-
-def present_in(tensors: list[Any], missing: list[bool]) -> list[Tensor]:
-    """Those that are there."""
-    return [t for t, out in zip(tensors, missing, strict=True) if not out] if any(missing) else tensors
 
 
 def _addresses(tensors: list[Any], missing: list[bool]) -> list[int]:
@@ -100,18 +102,9 @@ def _addresses(tensors: list[Any], missing: list[bool]) -> list[int]:
 
 def _of_one_kind(tensors: list[Any], present: list[Tensor], usual: torch.dtype) -> tuple[list[Any], torch.dtype]:
     """The gradients with their dtype: as they are if a kernel can read them, else in float32."""
-    dtypes = set(map(_DTYPE, present)) or {usual}
+    if not present:
+        return tensors, usual
+    dtypes = set(map(_DTYPE, present))
     if len(dtypes) == 1 and dtypes <= set(kernels.DTYPES) and not any(map(Tensor.is_neg, present)):
         return tensors, dtypes.pop()
     return [None if t is None else t.resolve_neg().to(torch.float32) for t in tensors], torch.float32
-
-
-def is_captured(pack: Pack) -> bool:
-    """Whether a CUDA graph is being captured, which will read the pack's table whenever it runs."""
-    on_cuda = pack.group["capturable"] and pack.table.device.type == "cuda"
-    return on_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def any_sparse(grads: list[Any]) -> bool:
-    """Whether a gradient is not a dense tensor."""
-    return any(grad is not None and grad.layout != torch.strided for grad in grads)

@@ -42,9 +42,13 @@ class GroupStep:
     """Whether samples differ from rank to rank."""
     fused: bool
     """Whether kernels may be used."""
+    capturable: bool
+    """Whether step counts are on the device."""
     rate_factor: float | list[Tensor]
     """What ``lr`` is multiplied by."""
     members: list[Member] = field(default_factory=list)
+    noises: dict[Any, Any] = field(default_factory=dict)
+    """What kernels are told of the noise of a sample, by sample: it is the same in every step."""
 
     @property
     def damping(self) -> float:

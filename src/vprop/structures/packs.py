@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from vprop import kernels
-from vprop.kernels.call import Noise
+from vprop.kernels.call import Curvature, Noise
 from vprop.kernels.table import Role, Table, int64
 from vprop.noise import Draw, Stream, source_word
 from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.sharding import block_of, local_grad, to_local
 from vprop.precision import compute_dtype
-from vprop.structures.members import GroupStep, Member, State, signed_sample
+from vprop.structures.members import GroupStep, Member, State, gradient_of, local_state, signed_sample
 from vprop.structures.written import Written
 
 _KEYS = {Role.HESS: "hess", Role.MOMENTUM: "momentum", Role.MEAN: "mean"}
 
-_DTYPE = attrgetter("dtype")
+_DTYPE, _GRAD, _IS_SPARSE = attrgetter("dtype"), attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Pack:
@@ -35,6 +35,8 @@ class Pack:
         self.members, self.states, self.backend = members, states, backend
         self.step = members[0].step
         self.group = self.step.group
+        self.direct: tuple[Curvature, float] | None = None
+        """How a kernel makes ĥ of the gradients of a step, if it can without our folding them."""
         self.owners, self.params = [member.p for member in members], [member.local for member in members]
         self.is_sharded = self.owners[0] is not self.params[0]
         self.size = sum(p.numel() for p in self.params)
@@ -58,18 +60,23 @@ class Pack:
         blocks = [_first_block(member) for member in members] if self.is_sharded else None
         self.table = Table([member.number for member in members], fixed, steps, blocks)  # type: ignore[arg-type]
         self._addresses = self._current_addresses()
+        self.has_momentum = Role.MOMENTUM in self.table.roles
+        """Whether the state holds an average of the gradients."""
+        first = next((p for p in self.params if p.numel()), self.params[0])
+        self.probe = first.detach()[(0,) * first.dim()] if first.numel() else first.detach()
+        """One weight, to see by whether a kernel was at work when an interrupt came."""
 
     def _current_addresses(self) -> list[list[Any]]:
         # Nothing but built-in functions: a model can have thousands of tensors, and this is done twice a step.
-        params, columns = self.params, [map(getter, self.states) for getter in self._getters]
+        params, states = self.params, self.states
         if self.is_sharded:
-            params, columns = list(map(to_local, self.owners)), [map(to_local, column) for column in columns]
-        layout = [list(map(look, params)) for look in (_DTYPE, Tensor.numel, Tensor.stride)]
-        return [
-            *(list(map(Tensor.data_ptr, column)) for column in (params, *columns)),
-            list(map(len, self.states)),
-            *layout,
-        ]
+            params, states = list(map(to_local, self.owners)), list(map(local_state, states))
+        found: list[list[Any]] = [list(map(len, self.states)), list(map(Tensor.data_ptr, params))]
+        for look in (_DTYPE, Tensor.numel, Tensor.stride):
+            found.append(list(map(look, params)))
+        for getter in self._getters:
+            found.append(list(map(Tensor.data_ptr, map(getter, states))))
+        return found
 
     def is_current(self) -> bool:
         """Whether parameters and tensors of the state are still where they were, whoever may have moved them."""
@@ -86,11 +93,16 @@ class Pack:
 
     def gradients(self) -> list[Tensor | None]:
         """``p.grad`` of all parameters."""
-        return list(map(local_grad, self.owners)) if self.is_sharded else [p.grad for p in self.params]
+        grads = list(map(local_grad, self.owners) if self.is_sharded else map(_GRAD, self.params))
+        if any(map(_IS_SPARSE, filter(None.__ne__, grads))):
+            for member in self.members:
+                gradient_of(member, copy=False)  # says which, and what to do
+        return grads
 
-    def has_momentum(self) -> bool:
-        """Whether the state holds an average of the gradients."""
-        return Role.MOMENTUM in self.table.roles
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured, which will read the table whenever it runs."""
+        on_cuda = self.step.capturable and self.table.device.type == "cuda"
+        return on_cuda and torch.cuda.is_current_stream_capturing()
 
     def look_at_counts(self) -> None:
         """Let the table know the step counts, where it cannot read them itself."""
@@ -130,22 +142,31 @@ class Pack:
 
 
 class Packs:
-    """The packs of an optimizer, and the parameters that no kernel takes. Rebuilt when anything has changed."""
+    """The packs of an optimizer, and the parameters that no kernel takes. Rebuilt when anything has changed.
 
-    def __init__(self) -> None:
+    ``direct_of`` says how a kernel makes ĥ of the gradients of a group, if it can.
+    """
+
+    def __init__(self, direct_of: Callable[[GroupStep], tuple[Curvature, float] | None]) -> None:
         self.packs: list[Pack] = []
         self.others: list[Member] = []
+        self._direct_of = direct_of
         self._groups: list[GroupStep] = []
         self._states: list[State] = []
 
     def refresh(self, groups: list[GroupStep], state: dict[Tensor, State], state_of: Callable[[Member], State]) -> None:
         """Look whether the packs still fit, and build them anew if not. ``state_of`` makes missing state."""
         if (
-            _same(groups, self._groups)
-            and _same(state.values(), self._states)
-            and all(pack.is_current() for pack in self.packs)
+            len(groups) == len(self._groups)
+            and len(state) == len(self._states)
+            and all(map(is_, state.values(), self._states))
+            and all(map(Pack.is_current, self.packs))
         ):
-            return
+            if all(map(is_, groups, self._groups)):
+                return
+            if all(map(_alike, groups, self._groups)):  # edited, but of the same parameters
+                self._rebind(groups)
+                return
         packs, others = [], []
         kinds: dict[tuple[Any, ...], list[tuple[Member, State]]] = {}
         for step in groups:
@@ -162,9 +183,36 @@ class Packs:
             backend = kernels.backend_for(found[0][0].p.device)
             assert backend is not None
             packs.append(Pack([member for member, _ in found], [own for _, own in found], backend))
+            packs[-1].direct = self._direct_of(packs[-1].step)
         # All at once, and last: after an interrupt half-way, the next look must not find everything in order.
         self.packs, self.others, self._states = packs, others, list(state.values())
         self._groups = list(groups)
+
+    def _rebind(self, groups: list[GroupStep]) -> None:
+        """Let packs and others be those of groups of which only numbers have changed."""
+        new = {(step.number, member.position): member for step in groups for member in step.members}
+        for pack in self.packs:
+            pack.members = [new[pack.step.number, member.position] for member in pack.members]
+            pack.step = pack.members[0].step
+            pack.direct = self._direct_of(pack.step)
+        self.others = [new[member.group_number, member.position] for member in self.others]
+        self._groups = list(groups)
+
+
+def _alike(step: GroupStep, other: GroupStep) -> bool:
+    """Whether two groups have the same parameters, in the hands of the same kernels."""
+    return (
+        step.group is other.group
+        and step.fused == other.fused
+        and step.capturable == other.capturable
+        and len(step.members) == len(other.members)
+        and all(one.local is two.local for one, two in zip(step.members, other.members, strict=True))
+        and all(
+            getattr(step, name) is getattr(other, name)
+            or (not isinstance(getattr(step, name), list) and not isinstance(getattr(other, name), list))
+            for name in ("prior_mean", "prior_precision")
+        )
+    )
 
 
 def _as_one(counts: list[Tensor]) -> Tensor:
@@ -175,11 +223,6 @@ def _as_one(counts: list[Tensor]) -> Tensor:
         if room >= len(counts):
             return first.as_strided((len(counts),), (1,))
     return torch.stack(counts)
-
-
-def _same(objects: Collection[Any], known: list[Any]) -> bool:
-    """Whether these are the very same objects in the same order."""
-    return len(objects) == len(known) and all(map(is_, objects, known))
 
 
 def _first_block(member: Member) -> int | None:
@@ -255,9 +298,17 @@ class PackedSample:
         self.pack.weights_changed()
 
     def _perturb(self, direction: int) -> None:
-        self.pack.backend.perturb(self.table, self.noise, direction)
-        self.done = direction > 0
-        self.pack.weights_changed()
+        """Let the kernel work, and note what it did, also when an interrupt comes through just before or after it."""
+        pack = self.pack
+        before = None if pack.is_captured() else pack.probe.clone()
+        try:
+            pack.backend.perturb(self.table, self.noise, direction)
+            self.done = direction > 0
+        except BaseException:
+            if before is not None and not torch.equal(before, pack.probe):
+                self.done = direction > 0
+            raise
+        pack.weights_changed()
 
     def as_written(self) -> list[Written]:
         """The same for the portable path, to take it out with."""
@@ -275,6 +326,11 @@ class PackedSample:
 
 def noise_of(step: GroupStep, sample: int, stream: Stream) -> Noise:
     """The noise of a sample of a group."""
+    known = step.noises.get((sample, stream))
+    if known is not None:
+        return known
     number, sign = signed_sample(step, sample) if stream is Stream.TRAINING else (sample, 1)
     damping = 0.0 if isinstance(step.prior_precision, list) else step.damping
-    return Noise(step.group["seed"], source_word(stream, number), sign, step.ess, damping)
+    noise = Noise(step.group["seed"], source_word(stream, number), sign, step.ess, damping)
+    step.noises[sample, stream] = noise
+    return noise

@@ -48,8 +48,7 @@ class PortableDiagonal(Structure):
 
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""
-        for memory in (self._folded, self._observed, self._shared_gradients, self._estimates):
-            memory.clear()
+        self._folded, self._observed, self._shared_gradients, self._estimates = {}, {}, {}, {}
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -96,6 +95,7 @@ class PortableDiagonal(Structure):
 
     def observe(self, objective: Objective, sample: int) -> None:
         """Keep what the estimators see in the objective until the gradients are folded."""
+        self.has_folded = True
         for step in self.groups:
             if not step.estimator.needs_objective or not step.members:
                 continue
@@ -108,6 +108,7 @@ class PortableDiagonal(Structure):
                 self._observed[member.p] = value
 
     def _fold_members(self, members: list[Member], sample: int | None, folded_samples: int) -> None:
+        self.has_folded = True
         taking_part = [m for m in members if m.p.grad is not None or m.p in self._folded or self._has_partner(m)]
         noises = self._noises([m for m in taking_part if m.step.estimator.needs_noise], sample)
         for member in taking_part:
