@@ -1,8 +1,9 @@
 """A model that runs with other weights than its own, without anything of the model being changed.
 
 ``torch.func.functional_call`` puts the weights into the module and takes them out afterwards, so that two threads that
-ask the same model at once see each other's weights. A replica is a second tree of modules instead (:mod:`vprop._module_copies`), which
-shares code and data with the model, and has a place of its own for every parameter and buffer.
+ask the same model at once see each other's weights. A replica is a second tree of modules instead
+(:mod:`vprop._module_copies`), which shares code and data with the model, and has a place of its own for every parameter
+and buffer.
 """
 
 from __future__ import annotations

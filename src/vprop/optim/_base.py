@@ -377,6 +377,11 @@ class VariationalOptimizer(CheckpointedOptimizer):
             self._enter(ledger.open_sample or 0, Holder.HOOK)
         ledger.graph_made = ledger.graph_made or torch.is_grad_enabled()
 
+    def _after_evaluation(self) -> None:
+        """What the hook does after a forward in evaluation mode. In a block or a closure nothing was done before it."""
+        if self._ledger.holder is not Holder.CALLER:
+            self._ledger.end_look()
+
     def _leave_attached_sample(self) -> None:
         if self._ledger.holder is not Holder.CALLER:
             self._leave()

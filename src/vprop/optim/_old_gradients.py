@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -10,6 +11,33 @@ import torch
 from torch import Tensor
 
 from vprop.placement import is_spread
+
+
+class GradientMarks:
+    """The gradients at some moment, to see later whether a backward came. They may be freed meanwhile."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self._params = params
+        self._marks = [_mark(p.grad) for p in params]
+
+    def all_same(self) -> bool:
+        """Whether they are the same tensors, and nothing was written to them."""
+        return all(_has_mark(p.grad, mark) for p, mark in zip(self._params, self._marks, strict=True))
+
+
+def _mark(grad: Tensor | None) -> tuple[Any, int] | None:
+    # The id of a freed gradient may be that of the next one.
+    return None if grad is None else (weakref.ref(grad), _writes_to(grad))
+
+
+def _has_mark(grad: Tensor | None, mark: tuple[Any, int] | None) -> bool:
+    if grad is None or mark is None:
+        return grad is mark
+    return mark[0]() is grad and mark[1] == _writes_to(grad)
+
+
+def _writes_to(grad: Tensor) -> int:
+    return 0 if grad.is_inference() else grad._version
 
 
 class OldGradient:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from vprop.checks import check_flag, invalid, is_number
 from vprop.optim._arguments import check_samples
 from vprop.optim._ledger import Holder, Ledger, forget_casts, note_hooks
+from vprop.optim._old_gradients import GradientMarks
 from vprop.optim._plans import KeptWeights, Plan
 from vprop.optim._ranks import has_own_noise
 from vprop.placement import is_spread
@@ -105,7 +106,7 @@ class SamplingOptimizer(Optimizer):
         with self._active_sample(sample):
             before = self._gradient_marks()
             yield
-            self._ledger.block_was_idle = before == self._gradient_marks()
+            self._ledger.block_was_idle = before is not None and before.all_same()
 
     def _repeats_idle_block(self, sample: int) -> bool:
         """Whether a block is begun again after one without a backward: told once, to users who expect a new draw."""
@@ -116,12 +117,12 @@ class SamplingOptimizer(Optimizer):
         ledger.warned_of_repetition = True
         return True
 
-    def _gradient_marks(self) -> list[Any]:
-        """What changes with every backward."""
-        if torch.compiler.is_compiling():
-            return []
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        return [None if grad is None else (id(grad), grad._version) for grad in grads]
+    def _gradient_marks(self) -> GradientMarks | None:
+        """What changes with every backward. Not to be seen of parameters that are spread: FSDP may wait to add up."""
+        if torch.compiler.is_compiling() or self._ledger.warned_of_repetition:
+            return None
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return None if any(map(is_spread, params)) else GradientMarks(params)
 
     def hold_sample(self) -> None:
         """Put the sample of the coming :meth:`step` into the weights, where it stays until then.
