@@ -6,8 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from vprop import Vprop
 from vprop.replica import Replica
 
 
@@ -195,3 +197,41 @@ def test_results_get_out_of_a_hook_that_is_not_the_models():
     model[0].register_forward_hook(lambda module, args, output: seen.append(output))
     result = Replica(model)(torch.ones(2, 4))
     assert seen[0] is result
+
+
+class MergingAdapter(nn.Linear):
+    """As loralib has it: in evaluation mode the adapter is part of the weight."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(3, 2))
+        self.merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode == self.merged:
+            self.weight.data += (-1 if mode else 1) * self.up @ self.down
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        output = F.linear(x, self.weight, self.bias)
+        return output if self.merged else output + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("training", [True, False])
+@torch.no_grad()
+def test_layers_that_write_to_their_weights_when_the_mode_changes(training):
+    model, x = build(lambda: nn.Sequential(MergingAdapter())).train(training), torch.eye(4).double()
+    optimizer = Vprop([p for p in model.parameters() if p.requires_grad], num_data=10)
+    posterior = optimizer.posterior(model)
+    weight = model[0].weight.clone()
+    samples = posterior.predict(x, num_samples=3).samples
+    assert torch.equal(model[0].weight, weight)
+    assert model[0].merged is not training
+    base = build(lambda: nn.Sequential(MergingAdapter()))[0].weight
+    for number, outputs in enumerate(samples):
+        drawn = posterior._draw(0, number)
+        expected = x @ (base + drawn["0.up"] @ drawn["0.down"]).T + drawn["0.bias"]
+        torch.testing.assert_close(outputs, expected)

@@ -8,7 +8,7 @@ and buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -60,6 +60,16 @@ class Replica:
             self._root.eval()
         return self
 
+    def make_switchable(self) -> None:
+        """Let modules write to their parameters when the mode changes, and put them into the mode to begin with.
+
+        Some do: LoRA layers that add the adapter to the weight in evaluation mode, and take it out for training.
+        """
+        owned = {id(p) for module in self._root.modules() if switches_by_itself(module) for p in module.parameters()}
+        names = [name for name, number in self._names.items() if number in owned]
+        self.load({name: self._originals[self._names[name]].detach().clone() for name in names})
+        self._root.train()
+
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take these weights and buffers, by their names in the model; all places of a tied tensor get it."""
         unknown = [name for name in weights if name not in self._names]
@@ -108,6 +118,30 @@ class _Substitution(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)([self._replaced(item) for item in value])
         return value
+
+
+def evaluating_replicas(
+    model: nn.Module, buffers: Mapping[str, Tensor], draws: Iterable[Mapping[str, Tensor]]
+) -> Iterator[Replica]:
+    """The model in evaluation mode with one draw of the weights after the other: call each before the next."""
+    anew = any(switches_by_itself(module) for module in model.modules())
+    replica = None
+    for weights in draws:
+        if replica is None or anew:
+            replica = Replica(model)
+            if anew:
+                replica.make_switchable()
+            replica.load({name: buffer.clone() for name, buffer in buffers.items()} | dict(weights))
+            replica.eval()
+        else:
+            replica.load(weights)
+        yield replica
+
+
+def switches_by_itself(module: nn.Module) -> bool:
+    """Whether more than a flag may change when the module is put into another mode."""
+    kind = type(module)
+    return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
