@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 _LARGEST_CONTAINER = 1000
 """Lists and dicts of more entries are not looked through for modules: they hold data."""
@@ -65,6 +66,8 @@ class ModuleCopies:
             copy.__dict__.pop("_is_replica", None)
             copy.__dict__.pop("_compiled_call_impl", None)  # made by module.compile(): it would call the original
             copy.__dict__.update(_parameters=dict(module._parameters), _buffers=dict(module._buffers))
+            if parametrize.is_parametrized(module):
+                copy.__class__ = _without_cache(copy)
             self.of[module] = copy
         for module in reversed(compiled):  # compiled code would call the original as well
             self.of[module] = self.of[module._orig_mod]  # type: ignore[index]
@@ -181,6 +184,21 @@ class ModuleCopies:
             return value
         copy.__dict__.update(new)
         return copy
+
+
+def _without_cache(module: nn.Module) -> type[nn.Module]:
+    """The class of a parametrized module, but that ``parametrize.cached()`` has no effect.
+
+    All threads share torch's cache, and its keys are those of the module that was parametrized, not of the copy.
+    """
+    kind = type(module)
+    names: Any = module.parametrizations
+    computed = {name: property(partial(_parametrized, name=name), getattr(kind, name).fset) for name in names}
+    return type(kind.__name__, (kind,), computed)
+
+
+def _parametrized(module: Any, name: str) -> Tensor:
+    return module.parametrizations[name]()
 
 
 def _all_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
