@@ -143,6 +143,19 @@ def test_the_output_is_that_of_a_model_with_these_weights(name):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@torch.no_grad()
+def test_cached_parametrizations_are_those_of_the_weights_that_were_loaded():
+    model, x = build("parametrization"), torch.ones(2, 4, dtype=torch.float64)
+    draws = [other_weights(model, seed) for seed in (1, 2)]
+    expected = [written_into_a_copy("parametrization", weights, x) for weights in draws]
+    replica, outputs = Replica(model), []
+    with nn.utils.parametrize.cached():
+        for weights in draws:
+            replica.load(weights)
+            outputs.append(replica(x))
+    torch.testing.assert_close(outputs, expected)
+
+
 def test_gradients_go_to_the_weights_that_were_loaded():
     model, x = build("hooks"), torch.ones(2, 4, dtype=torch.float64)
     weights = {name: weight.requires_grad_() for name, weight in other_weights(model, 1).items()}

@@ -1,28 +1,25 @@
 """A model that runs with other weights than its own, without anything of the model being changed.
 
 ``torch.func.functional_call`` puts the weights into the module and takes them out afterwards, so that two threads that
-ask the same model at once see each other's weights. A replica is a second tree of modules instead: it shares code,
-hooks and all that is not a tensor with the model, and has a place of its own for every parameter and buffer.
+ask the same model at once see each other's weights. A replica is a second tree of modules instead
+(:mod:`vprop._module_copies`), which shares code and data with the model, and has a place of its own for every parameter
+and buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-Place = tuple[dict[str, Any], str]
-"""A dict of a module's tensors, and a key in it."""
+from vprop._module_copies import ModuleCopies
 
-_LARGEST_CONTAINER = 1000
-"""Lists and dicts of more entries are not looked through for modules: they hold data."""
-_KEPT = frozenset({"_parameters", "_buffers", "_modules"})
+Place = tuple[Any, Any]
+"""A list or dict of a copied module's, and an index or a key in it."""
 
 
 class Replica:
@@ -40,18 +37,17 @@ class Replica:
 
     def __init__(self, model: nn.Module) -> None:
         _refuse_scripts(model)
-        copies = _copies_of(model)
-        self._root = copies[model]
+        copies = ModuleCopies(model)
+        self._root = copies.of[model]
         self._names = {name: id(tensor) for name, tensor in _named_tensors(model)}
         self._originals = {
             id(tensor): tensor for _, tensor in _named_tensors(model)
         }  # kept, so that no id is used again
-        self._places: dict[int, list[Place]] = {}
-        for module, copy in copies.items():
-            for own, copied in ((module._parameters, copy._parameters), (module._buffers, copy._buffers)):
-                for name, tensor in list(own.items()):
-                    if tensor is not None:
-                        self._places.setdefault(id(tensor), []).append((copied, name))
+        self._places: dict[int, list[Place]] = {number: [] for number in self._originals}
+        for container in copies.own_containers():
+            for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+                if id(value) in self._places:
+                    self._places[id(value)].append((container, key))
         self._substitutes: dict[int, Tensor] = {}
         self._has_strays: bool | None = None
         """Whether the model reaches a tensor of its own past the modules (a closure, an object that is no module);
@@ -63,6 +59,16 @@ class Replica:
         if any(module.training for module in self._root.modules()):
             self._root.eval()
         return self
+
+    def make_switchable(self) -> None:
+        """Let modules write to their parameters when the mode changes, and put them into the mode to begin with.
+
+        Some do: LoRA layers that add the adapter to the weight in evaluation mode, and take it out for training.
+        """
+        owned = {id(p) for module in self._root.modules() if switches_by_itself(module) for p in module.parameters()}
+        names = [name for name, number in self._names.items() if number in owned]
+        self.load({name: self._originals[self._names[name]].detach().clone() for name in names})
+        self._root.train()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take these weights and buffers, by their names in the model; all places of a tied tensor get it."""
@@ -114,63 +120,33 @@ class _Substitution(TorchFunctionMode):
         return value
 
 
+def evaluating_replicas(
+    model: nn.Module, buffers: Mapping[str, Tensor], draws: Iterable[Mapping[str, Tensor]]
+) -> Iterator[Replica]:
+    """The model in evaluation mode with one draw of the weights after the other: call each before the next."""
+    anew = any(switches_by_itself(module) for module in model.modules())
+    replica = None
+    for weights in draws:
+        if replica is None or anew:
+            replica = Replica(model)
+            if anew:
+                replica.make_switchable()
+            replica.load({name: buffer.clone() for name, buffer in buffers.items()} | dict(weights))
+            replica.eval()
+        else:
+            replica.load(weights)
+        yield replica
+
+
+def switches_by_itself(module: nn.Module) -> bool:
+    """Whether more than a flag may change when the module is put into another mode."""
+    kind = type(module)
+    return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
+
+
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers under all their names: a tied one has several."""
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-
-
-def _copies_of(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """A copy of each module of the model, with children and dicts of tensors of its own."""
-    copies: dict[nn.Module, nn.Module] = {}
-    compiled = []
-    for module in model.modules():
-        if "_orig_mod" in module._modules:
-            compiled.append(module)
-            continue
-        # How DataParallel makes the modules of its threads: a module that needs more care says so there.
-        copy = module._replicate_for_data_parallel()
-        copy.__dict__.pop("_is_replica", None)
-        copy.__dict__.pop("_compiled_call_impl", None)  # made by module.compile(): it would call the original
-        copy._parameters, copy._buffers = dict(module._parameters), dict(module._buffers)
-        copies[module] = copy
-    for module in reversed(compiled):  # compiled code would call the original as well
-        copies[module] = copies[module._orig_mod]  # type: ignore[index]
-    for copy in set(copies.values()):
-        copy._modules = {name: copies.get(child, child) for name, child in copy._modules.items()}  # type: ignore[arg-type]
-        for name, value in list(copy.__dict__.items()):
-            if name not in _KEPT and not name.endswith("_hooks"):
-                replaced = _with_copies(value, copies)
-                if replaced is not value:
-                    copy.__dict__[name] = replaced
-    return copies
-
-
-def _with_copies(value: Any, copies: dict[nn.Module, nn.Module], depth: int = 3) -> Any:
-    """What an attribute holds, with the copies of modules in place of the modules; itself, if there are none in it."""
-    if isinstance(value, nn.Module):
-        return copies.get(value, value)
-    if isinstance(value, MethodType):
-        owner = copies.get(value.__self__) if isinstance(value.__self__, nn.Module) else None
-        return value if owner is None else MethodType(value.__func__, owner)
-    if type(value) is partial:
-        parts = (value.func, value.args, value.keywords)
-        function, arguments, keywords = changed = tuple(_with_copies(part, copies, depth) for part in parts)
-        if _all_same(changed, parts):
-            return value
-        rebuilt = partial(function, *arguments, **keywords)
-        rebuilt.__dict__.update(value.__dict__)
-        return rebuilt
-    if type(value) not in (list, tuple, dict) or len(value) > _LARGEST_CONTAINER or depth == 0:
-        return value
-    entries = list(value.values()) if isinstance(value, dict) else list(value)
-    new = [_with_copies(entry, copies, depth - 1) for entry in entries]
-    if _all_same(new, entries):
-        return value
-    return dict(zip(value, new, strict=True)) if isinstance(value, dict) else type(value)(new)
-
-
-def _all_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    return all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _refuse_scripts(model: nn.Module) -> None:

@@ -34,11 +34,6 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
         yield from _layers(model._orig_mod)  # type: ignore[arg-type]
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile is among the wrappers of a model."""
-    return any("_orig_mod" in layer._modules for layer in _layers(model))
-
-
 def data_parallel_group(model: nn.Module) -> Any:
     """The process group over which DistributedDataParallel averages the gradients of ``model``, if it does."""
     for layer in _layers(model):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.harness import assert_same_run, make_batch, make_model
 from tests.table import cases
 from vprop import VON, Vprop
+from vprop.optim._plans import SetAside
 
 
 def evaluation_forward(optimizer, model, x):
@@ -44,6 +47,14 @@ def evaluation_draw(optimizer, model, x):
         model(x)
 
 
+def evaluation_draw_in_evaluation_mode(optimizer, model, x):
+    model.eval()
+    with torch.no_grad(), optimizer.sampled_params(train=False):
+        first = model(x)
+        assert torch.equal(model(x), first)
+    model.train()
+
+
 def save_the_model(optimizer, model, x):
     model.state_dict()
 
@@ -70,6 +81,7 @@ LOOKS = [
     inference_forward,
     failing_evaluation,
     evaluation_draw,
+    evaluation_draw_in_evaluation_mode,
     save_the_model,
     save_a_part,
     ask_for_the_posterior,
@@ -132,6 +144,43 @@ def test_what_is_saved_is_the_mean_and_remains_it(look):
         torch.testing.assert_close(value, mean[name], rtol=1e-6, atol=1e-6)
         assert torch.equal(value, kept[name])
     assert all(value.requires_grad for value in model.state_dict(keep_vars=True).values())
+
+
+def test_what_is_saved_of_parameters_that_were_added_after_attach():
+    model = make_model()
+    mean = copy.deepcopy(model.state_dict())
+    optimizer = plain(model[2].parameters())
+    optimizer.attach(model)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    model(make_batch()[0])
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, mean[name], rtol=1e-6, atol=1e-6)
+
+
+def test_one_look_is_enough_for_all_modules_of_a_model(monkeypatch):
+    model = make_model()
+    optimizer = plain(model.parameters())
+    optimizer.attach(model)
+    model(make_batch()[0])
+    looks = []
+    monkeypatch.setattr(SetAside, "put_back", lambda aside: looks.append(aside) or aside._kept.put_back())
+    model.state_dict()
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("wrapper", [partial(torch.compile, backend="eager", fullgraph=True), nn.DataParallel])
+@torch.no_grad()
+def test_evaluation_of_the_module_inside_a_wrapper_sees_the_mean(wrapper):
+    model, (x, _) = make_model(), make_batch()
+    at_mean = model(x)
+    wrapped = wrapper(model)
+    optimizer = plain(model.parameters())
+    optimizer.attach(wrapped)
+    sampled = wrapped(x)
+    assert not torch.allclose(sampled, at_mean, rtol=1e-3)
+    for module in (model, wrapped):
+        torch.testing.assert_close(module.eval()(x), at_mean, rtol=1e-5, atol=1e-5)
+    assert torch.equal(wrapped.train()(x), sampled)
 
 
 @torch.no_grad()
@@ -298,6 +347,22 @@ def test_a_notebook_cell_run_again(hold):
     assert attached.state_dict().keys() == old.state_dict().keys()
 
 
+@torch.no_grad()
+def test_only_one_optimizer_samples_a_model_and_its_wrapper():
+    model, (x, _) = make_model(), make_batch()
+    old = plain(model.parameters())
+    old.attach(model)
+    wrapped = nn.DataParallel(model)
+    new = plain(model.parameters())
+    new.attach(wrapped)
+    means = [p.clone() for p in model.parameters()]
+    wrapped(x)
+    new.discard_samples()
+    for p, mean in zip(model.parameters(), means, strict=True):
+        torch.testing.assert_close(p, mean, rtol=1e-6, atol=1e-6)
+    assert old is not new
+
+
 # -- samples that do not change ------------------------------------------------------------------------------------
 
 
@@ -321,6 +386,18 @@ def test_evaluation_in_the_blocks_meant_for_training_is_told(no_grad):
             assert torch.allclose(model(x), first, rtol=1e-4, atol=1e-5)
         with optimizer.sampled_params():  # once is enough
             pass
+
+
+def test_steps_that_are_left_out_are_no_evaluation():
+    """As GradScaler leaves them out. The gradient of one batch may lie where that of the last one lay."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = plain([weight])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(20):
+            with optimizer.sampled_params():
+                optimizer.zero_grad()
+                weight.sum().backward()
 
 
 def test_weights_in_shared_memory_are_told():

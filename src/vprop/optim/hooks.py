@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from vprop.wrappers import is_compiled, unwrapped
+from vprop.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from vprop.optim.optimizer import VariationalOptimizer
@@ -48,9 +48,10 @@ class _BeforeForward(_Hook):
 
 
 class _BeforeInnerForward(_Hook):
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Evaluation mode: take the sample out. In training mode it is the wrapper that samples."""
+        if torch.compiler.is_compiling():  # called through torch.compile, which must not meet more than this
+            return
         optimizer = self._optimizer_of(module)
         if optimizer is not None and not module.training:
             optimizer._before_forward(False)
@@ -64,18 +65,19 @@ class _AfterForward(_Hook):
         if optimizer is None:
             return
         if not module.training:
-            optimizer._sampling.end_look()
+            optimizer._after_evaluation()
         elif result is None and sys.exc_info()[0] is not None and not _inside_backward():
             optimizer._leave_attached_sample()
 
 
 class _AfterInnerForward(_Hook):
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
         """Evaluation mode: the sample comes back."""
+        if torch.compiler.is_compiling():
+            return
         optimizer = self._optimizer_of(module)
         if optimizer is not None and not module.training:
-            optimizer._sampling.end_look()
+            optimizer._after_evaluation()
 
 
 class _BeforeStateDict(_Hook):
@@ -94,9 +96,8 @@ class _AfterStateDict(_Hook):
             return
         aside = optimizer._sampling.aside
         if aside is not None:
-            out = {id(p) for p in aside.plan.owners()}
             for name, p in module._parameters.items():
-                if id(p) in out and prefix + name in state_dict:
+                if id(p) in aside.out and prefix + name in state_dict:
                     saved = state_dict[prefix + name]
                     state_dict[prefix + name] = saved.detach().clone().requires_grad_(saved.requires_grad)
         optimizer._sampling.end_look()
@@ -116,16 +117,17 @@ def _inside_backward() -> bool:
 
 
 def keep_samples_out_of_checkpoints(optimizer: VariationalOptimizer, model: nn.Module) -> list[RemovableHandle]:
-    """Hooks of every module with parameters of the optimizer's: what its ``state_dict`` holds of them is the mean."""
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """Hooks of every module: what its ``state_dict`` holds of the optimizer's parameters is the mean.
+
+    Those without parameters have them too: then one look at the mean is enough for all modules inside them.
+    """
     handles = []
     for module in model.modules():
-        if any(id(p) in owned for p in module._parameters.values()):
-            handles += [
-                module.register_state_dict_pre_hook(_BeforeStateDict(optimizer, module)),
-                module.register_state_dict_post_hook(_AfterStateDict(optimizer, module)),
-                module.register_load_state_dict_pre_hook(_BeforeLoadStateDict(optimizer, module)),
-            ]
+        handles += [
+            module.register_state_dict_pre_hook(_BeforeStateDict(optimizer, module)),
+            module.register_state_dict_post_hook(_AfterStateDict(optimizer, module)),
+            module.register_load_state_dict_pre_hook(_BeforeLoadStateDict(optimizer, module)),
+        ]
     return handles
 
 
@@ -134,7 +136,7 @@ class Attachment:
 
     def __init__(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
         self._optimizer = weakref.ref(optimizer)
-        for hook in list(model._forward_pre_hooks.values()):
+        for hook in [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]:
             if isinstance(hook, _BeforeForward) and hook.attachment is not None and hook.attachment._shares(optimizer):
                 hook.attachment.remove()  # an earlier optimizer's, or our own: only one can sample
         before = _BeforeForward(optimizer, model)
@@ -143,8 +145,7 @@ class Attachment:
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(before, prepend=True)]
         self._handles.append(model.register_forward_hook(_AfterForward(optimizer, model), always_call=True))
         inside = unwrapped(model)
-        if inside is not model and not is_compiled(model):  # there the hooks would be traced
-            # what a rank evaluates by itself: ddp.module(x)
+        if inside is not model:  # what a rank evaluates by itself, ddp.module(x), or somebody without torch.compile
             hook = _BeforeInnerForward(optimizer, inside)
             self._handles.append(inside.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(inside.register_forward_hook(_AfterInnerForward(optimizer, inside), always_call=True))

@@ -35,7 +35,15 @@ from vprop.optim.hooks import Attachment
 from vprop.optim.loading import METHOD, check_is_mapping
 from vprop.optim.old_gradients import ADDED, refuse_old_gradients
 from vprop.optim.resolution import Resolution, check_sample_counts
-from vprop.optim.sampling import Holder, Sampling, forget_casts, gradient_marks, note_hooks, release_samples
+from vprop.optim.sampling import (
+    Holder,
+    Sampling,
+    backward_came,
+    forget_casts,
+    gradient_marks,
+    note_hooks,
+    release_samples,
+)
 from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.seeds import SeedCheck
 from vprop.parallel.sharding import is_sharded, local_grad
@@ -354,21 +362,14 @@ class VariationalOptimizer(Optimizer):
             with self._active_evaluation(sample):
                 yield
             return
-        if self._repeats_idle_block(sample):
+        if self._block_was_idle and sample == self._sampling.open_sample and self._structure.groups[0].samples > 0:
+            # Told once, to users who expect a new draw each time, as other libraries make it.
             warnings.warn(refusals.REPEATED_BLOCK, UserWarning, stacklevel=3)
+            self._warned_of_repetition = True
         with self._active_sample(sample):
-            before = gradient_marks(self._params)
+            marks = [] if self._warned_of_repetition else gradient_marks(self._structure.groups)
             yield
-            self._block_was_idle = before == gradient_marks(self._params)
-
-    def _repeats_idle_block(self, sample: int) -> bool:
-        """Whether a block is begun again after one without a backward: told once, to users who expect a new draw."""
-        if not self._block_was_idle or sample != self._sampling.open_sample or self._warned_of_repetition:
-            return False
-        if torch.compiler.is_compiling() or self._structure.groups[0].samples == 0:
-            return False
-        self._warned_of_repetition = True
-        return True
+            self._block_was_idle = bool(marks) and not backward_came(marks)
 
     @contextmanager
     def _active_sample(self, sample: int, *, stays: bool = False) -> Iterator[None]:
@@ -544,6 +545,11 @@ class VariationalOptimizer(Optimizer):
         if sampling.holder is None:
             self._enter(sampling.open_sample or 0, Holder.HOOK)
         sampling.graph_made = sampling.graph_made or torch.is_grad_enabled()
+
+    def _after_evaluation(self) -> None:
+        """What the hook does after a forward in evaluation mode. In a block or a closure nothing was done before it."""
+        if self._sampling.holder is not Holder.CALLER:
+            self._sampling.end_look()
 
     def _leave_attached_sample(self) -> None:
         if self._sampling.holder is not Holder.CALLER:

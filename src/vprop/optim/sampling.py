@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vprop.structures import Plan, Structure
+from vprop.structures import GroupStep, Plan, Structure
 from vprop.structures.plans import KeptWeights, SetAside
 
 
@@ -214,8 +214,36 @@ def release_samples(params: Iterable[Tensor]) -> None:
                 sampling.put_mean_back()
 
 
-def gradient_marks(params: Iterable[Tensor]) -> list[Any]:
-    """What changes with every backward."""
-    if torch.compiler.is_compiling():
+# -- blocks without a backward -------------------------------------------------------------------------------------
+
+Mark = tuple[Tensor, Any, int]
+"""A parameter, its gradient if it still lives, and how often that was written to."""
+
+
+def gradient_marks(groups: list[GroupStep]) -> list[Mark]:
+    """What a backward changes: of the first and the last parameter, which is enough to tell a user of a mistake.
+
+    Not to be seen of sharded parameters, whose gradients FSDP may add up later.
+    """
+    if torch.compiler.is_compiling() or not groups[0].members or not groups[-1].members:
         return []
-    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in params]
+    ends = (groups[0].members[0], groups[-1].members[-1])
+    return [_mark(member.p) for member in ends if member.local is member.p]
+
+
+def _mark(p: Tensor) -> Mark:
+    grad = p.grad  # the id of a freed gradient may be that of the next one, hence a reference
+    return (p, None, 0) if grad is None else (p, weakref.ref(grad), 0 if grad.is_inference() else grad._version)
+
+
+def backward_came(marks: list[Mark]) -> bool:
+    """Whether gradients have changed since then."""
+    for p, reference, version in marks:
+        grad = p.grad
+        if grad is None and reference is None:
+            continue
+        if grad is None or reference is None or reference() is not grad:
+            return True
+        if not grad.is_inference() and grad._version != version:
+            return True
+    return False

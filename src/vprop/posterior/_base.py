@@ -19,7 +19,7 @@ from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, batch_size_of, call_model
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
-from vprop.replica import Replica
+from vprop.replica import Replica, evaluating_replicas
 from vprop.wrappers import refuse_sharded
 
 _COUNTING = threading.Lock()
@@ -163,11 +163,8 @@ class Posterior(ABC):
 
     def _sampled_models(self, num_samples: int, seed: int) -> Iterator[Replica]:
         """The model in evaluation mode with one draw of the weights after the other: call each before the next."""
-        replica = Replica(self.model).eval()
-        replica.load({name: buffer.clone() for name, buffer in self.buffers.items()})
-        for sample in range(num_samples):
-            replica.load(self._in_model_dtypes(self._draw(seed, sample)))
-            yield replica
+        draws = (self._in_model_dtypes(self._draw(seed, sample)) for sample in range(num_samples))
+        return evaluating_replicas(self.model, self.buffers, draws)
 
     def _in_model_dtypes(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}

@@ -66,6 +66,7 @@ class SetAside:
     def __init__(self, plan: Plan, holder: Any) -> None:
         self.plan, self.holder = plan, holder
         self.looks = 1
+        self.out = {id(p) for p in plan.owners()}
         self._kept = KeptWeights(plan.owners())
 
     def take_out(self) -> None:
