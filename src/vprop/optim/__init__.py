@@ -1,6 +1,7 @@
 """Named optimizers, one per file."""
 
 from vprop.optim._base import VariationalOptimizer
+from vprop.optim._members import Marginal
 from vprop.optim.auto_prior import AutoPrior
 from vprop.optim.cvi import CVI
 from vprop.optim.diagnosis import Diagnosis
@@ -22,6 +23,7 @@ __all__ = [
     "AutoPrior",
     "Diagnosis",
     "LrTrials",
+    "Marginal",
     "MeanField",
     "Vadam",
     "VariationalOptimizer",

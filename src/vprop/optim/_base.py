@@ -63,6 +63,11 @@ class VariationalOptimizer(CheckpointedOptimizer):
     def _needs_objective(self) -> bool:
         """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
 
+    @property
+    def needs_objective(self) -> bool:
+        """Whether :meth:`step` must be given a :class:`vprop.Objective`: gradients do not tell the curvature."""
+        return self._needs_objective()
+
     @abstractmethod
     def _observe(self, objective: Objective, sample: int) -> None:
         """Let the curvature estimator look at the objective, at the sample that is in the weights."""
@@ -83,8 +88,8 @@ class VariationalOptimizer(CheckpointedOptimizer):
         """Give every parameter the state that it would have before its first step."""
 
     @abstractmethod
-    def _marginals(self) -> Iterator[Marginal]:
-        """Mean and variance of each parameter that has made a step."""
+    def _marginals(self, at_least: int = 1) -> Iterator[Marginal]:
+        """Mean and variance of each parameter that has made this many steps; they may share memory with the state."""
 
     @abstractmethod
     def posterior(
@@ -251,7 +256,10 @@ class VariationalOptimizer(CheckpointedOptimizer):
 
     def _steps_made(self, group: dict[str, Any]) -> int:
         """How many steps the group has made: those of its busiest parameter."""
-        return max((int(self.state[p]["step"]) for p in group["params"] if self.state.get(p)), default=0)
+        return max((self._steps_of(p) for p in group["params"]), default=0)
+
+    def _steps_of(self, p: Tensor) -> int:
+        return int(self.state[p]["step"]) if self.state.get(p) else 0
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure once per sample; returns the mean of what it returned."""
@@ -382,6 +390,25 @@ class VariationalOptimizer(CheckpointedOptimizer):
             self._leave()
 
     # -- help ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @at_the_mean
+    def marginals(self) -> list[Marginal]:
+        """What the posterior says of each parameter by itself, for logs and integrations that have no model at hand.
+
+        For every parameter that takes part, in the order of the groups, an object with ``parameter``, ``mean``,
+        ``variance``, ``hess`` (h, where the optimizer has one) and ``steps`` (how many it has made; before the first,
+        the posterior is what training starts from). They are copies. Those of a sharded parameter are sharded like it.
+        A sample that :meth:`attach` or :meth:`hold_sample` has put into the weights stays there, and is not seen.
+
+        >>> import torch, vprop
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = vprop.Vprop(layer.parameters(), num_data=50, prior_precision=10.0, hess_init=0.3)
+        >>> [weight] = optimizer.marginals()
+        >>> weight.parameter is layer.weight, weight.variance.tolist()  # 1/(N·h + λ)
+        (True, [[0.03999999910593033, 0.03999999910593033]])
+        """
+        return [marginal.copied() for marginal in self._marginals(at_least=0)]
 
     @torch.no_grad()
     @at_the_mean

@@ -299,13 +299,13 @@ class PortableDiagonal(VariationalOptimizer):
         """σ² of a parameter."""
         return sharded_like(self._variance(member, local_state(state)), member.p)
 
-    def _marginals(self) -> Iterator[Marginal]:
+    def _marginals(self, at_least: int = 1) -> Iterator[Marginal]:
         for member in self._members():
-            state = self.state.get(member.p)
-            if state and int(state["step"]) > 0:
-                yield Marginal(
-                    member, mean_of(member.p, state), self._sharded_variance(member, state), state.get("hess")
-                )
+            steps = self._steps_of(member.p)
+            if steps >= at_least:
+                state = self._peek_state(member)
+                mean, variance = mean_of(member.p, state), self._sharded_variance(member, state)
+                yield Marginal(member, mean, variance, state.get("hess"), steps)
 
     @torch.no_grad()
     @at_the_mean
