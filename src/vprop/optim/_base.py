@@ -18,7 +18,7 @@ from vprop.optim._arguments import check_fused, check_group, checked_params, war
 from vprop.optim._checkpoints import CheckpointedOptimizer
 from vprop.optim._closures import mean_result
 from vprop.optim._group_keys import check_entries, drop_duplicates
-from vprop.optim._hooks import Attachment
+from vprop.optim._hooks import Attachment, CheckpointGuard, is_attached
 from vprop.optim._ledger import Holder, forget_casts, note_hooks, release_samples
 from vprop.optim._loading import METHOD
 from vprop.optim._members import Marginal, Member, label_draw_of, parameters_in
@@ -371,6 +371,19 @@ class VariationalOptimizer(CheckpointedOptimizer):
         self._ledger.attached = True
         note_hooks(self._ledger)
         return attachment
+
+    def is_attached(self, model: nn.Module) -> bool:
+        """Whether :meth:`attach` has been called for the model, or for a part of it, and still holds."""
+        check_model(model, "is_attached(model)")
+        return is_attached(self, model)
+
+    def guard_checkpoints(self, model: nn.Module) -> CheckpointGuard:
+        """Let ``state_dict()`` of the model hold the mean, and what is loaded stay, while a sample is held.
+
+        For loops that use :meth:`hold_sample`; :meth:`attach` does it by itself. Returns a handle with ``remove()``.
+        """
+        check_model(model, "guard_checkpoints(model)")
+        return CheckpointGuard(self, model)
 
     def _before_forward(self, training: bool) -> None:
         """What the hook does before each forward of the attached model."""

@@ -115,6 +115,36 @@ def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class CheckpointGuard:
+    """What ``guard_checkpoints`` returns: until ``remove()``, no sample gets into or under the model's checkpoints."""
+
+    def __init__(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
+        self._handles: list[RemovableHandle] = []
+        # Every module with parameters of the optimizer's says what its state_dict holds of them.
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for module in model.modules():
+            if any(id(p) in owned for p in module._parameters.values()):
+                self._handles += [
+                    module.register_state_dict_pre_hook(_BeforeStateDict(optimizer, module)),
+                    module.register_state_dict_post_hook(_AfterStateDict(optimizer, module)),
+                    module.register_load_state_dict_pre_hook(_BeforeLoadStateDict(optimizer, module)),
+                ]
+
+    def remove(self) -> None:
+        """Guard no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def is_attached(optimizer: VariationalOptimizer, model: nn.Module) -> bool:
+    """Whether forwards of the model, or of a part of it, see the optimizer's samples."""
+    return any(
+        isinstance(hook, _BeforeForward) and hook._optimizer_of(module) is optimizer
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )
+
+
 class Attachment:
     """What ``attach`` returns: ``remove()`` takes a sample out of the weights and detaches."""
 
@@ -134,18 +164,7 @@ class Attachment:
             hook = _BeforeInnerForward(optimizer, inside)
             self._handles.append(inside.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(inside.register_forward_hook(_AfterInnerForward(optimizer, inside), always_call=True))
-        self._watch_checkpoints(optimizer, model)
-
-    def _watch_checkpoints(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
-        """Every module with parameters of the optimizer's says what its ``state_dict`` holds of them."""
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for module in model.modules():
-            if any(id(p) in owned for p in module._parameters.values()):
-                self._handles += [
-                    module.register_state_dict_pre_hook(_BeforeStateDict(optimizer, module)),
-                    module.register_state_dict_post_hook(_AfterStateDict(optimizer, module)),
-                    module.register_load_state_dict_pre_hook(_BeforeLoadStateDict(optimizer, module)),
-                ]
+        self._guard = CheckpointGuard(optimizer, model)
 
     def _shares(self, other: VariationalOptimizer) -> bool:
         """Whether the optimizer has parameters in common with another, or is gone."""
@@ -161,6 +180,7 @@ class Attachment:
         if optimizer is not None:
             optimizer._leave_attached_sample()
             optimizer._ledger.attached = False
+        self._guard.remove()
         for handle in self._handles:
             handle.remove()
 
