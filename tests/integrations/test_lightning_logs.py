@@ -91,7 +91,7 @@ def test_a_prior_that_is_flat_for_some_weights_has_no_kl(constructor):
     ("arguments", "message"),
     [
         ({"likelihood": "softmax"}, r"Invalid likelihood='softmax': must be one of 'categorical'"),
-        ({"likelihood": "gaussian", "noise_variance": -1.0}, r"Invalid noise_variance=-1\.0: must be >= 0"),
+        ({"likelihood": "gaussian", "noise_variance": -1.0}, r"Invalid noise_variance=-1\.0: must be finite and >= 0"),
         ({"num_samples": 0}, r"Invalid num_samples=0: must be an integer >= 1"),
         ({"every_n_steps": 2.5}, r"Invalid every_n_steps=2\.5: must be an integer >= 1, or None"),
         ({"every_n_steps": 0}, r"Invalid every_n_steps=0: must be an integer >= 1, or None"),

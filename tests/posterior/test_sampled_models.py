@@ -62,7 +62,10 @@ def test_another_precision_is_that_of_all_of_the_model():
     [
         ({"num_samples": 0}, r"Invalid num_samples=0: must be an integer >= 1"),
         ({"seed": -1}, r"Invalid seed=-1: must be an integer in"),
-        ({"dtype": torch.int64}, r"Invalid dtype=torch\.int64: must be None or a floating-point torch\.dtype\. None is"),
+        (
+            {"dtype": torch.int64},
+            r"Invalid dtype=torch\.int64: must be None or a floating-point torch\.dtype\. None is",
+        ),
         ({"dtype": "float64"}, r"Invalid dtype='float64': must be None or a floating-point torch\.dtype"),
     ],
 )
