@@ -41,7 +41,7 @@ def backward(model: nn.Module, batches: list[Batch]) -> Tensor:
 
 
 def closure_step(optimizer: VariationalOptimizer, model: nn.Module, batches: list[Batch]) -> None:
-    if optimizer._needs_objective():  # an objective is one batch: it takes the micro-batches together
+    if optimizer.needs_objective:  # an objective is one batch: it takes the micro-batches together
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
         optimizer.step(Objective(model, F.cross_entropy, x, y))
         return

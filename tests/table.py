@@ -263,7 +263,7 @@ class Case:
     @property
     def needs_objective(self) -> bool:
         """Whether only ``step(objective)`` trains it: gradients are not enough."""
-        return self([torch.zeros(1, requires_grad=True)])._needs_objective()
+        return self([torch.zeros(1, requires_grad=True)]).needs_objective
 
 
 def cases(

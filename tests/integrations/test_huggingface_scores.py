@@ -20,8 +20,9 @@ from tests.integrations.huggingface_harness import (
     vprop_for,
 )
 from vprop import GaussianLikelihood, metrics
+from vprop.integrations._scores import CategoricalScores
 from vprop.integrations.huggingface import PosteriorCallback
-from vprop.integrations.huggingface._scores import CategoricalScores, score
+from vprop.integrations.huggingface._scores import score
 from vprop.objective import call_with_weights
 
 SAMPLES = 3
@@ -36,8 +37,8 @@ def trained(folder, model, data, held_out, **arguments):
     trainer.train()
     model.eval()
     with torch.no_grad():
-        models = optimizer.posterior(model)._sampled_models(SAMPLES, seed=5)
-        logits = torch.stack([sampled(**batch_of(held_out)).logits for sampled in models])
+        draws = optimizer.posterior(model).sampled_models(SAMPLES, seed=5)
+        logits = torch.stack([sampled(**batch_of(held_out)).logits for sampled in draws])
     return trainer, optimizer, logits
 
 
@@ -170,9 +171,9 @@ def test_a_logger_sees_the_scores_if_the_callback_is_moved_to_the_front(tmp_path
 
 
 def test_a_probability_that_underflows_has_a_finite_loss():
-    scores = CategoricalScores(shift=False)
-    scores.add(iter([torch.tensor([[0.0, -500.0]]), torch.tensor([[0.0, -400.0]])]), torch.tensor([1]))
-    assert scores.result()["loss"] == pytest.approx(400 + math.log(2))
+    scores, label = CategoricalScores(), torch.tensor([1])
+    scores.add((torch.tensor([[0.0, logit]]), label) for logit in (-500.0, -400.0))
+    assert scores.result(processes=1)["log_loss"] == pytest.approx(400 + math.log(2))
 
 
 def test_dropout_is_off_and_modes_stay_as_they_are():

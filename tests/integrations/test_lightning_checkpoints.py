@@ -104,6 +104,23 @@ def test_what_is_saved_in_the_middle_of_an_accumulation_is_the_mean(tmp_path):
     assert_same_run(plain_loop([BATCHES[:3], BATCHES[3:]]), run, rtol=1e-4, atol=1e-5)
 
 
+def test_what_is_loaded_in_the_middle_of_an_accumulation_stays():
+    """The sample of the half-finished step must not come back over it."""
+    loaded = {f"model.{name}": value for name, value in make_model(seed=5).state_dict().items()}
+    seen = []
+
+    class Loading(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                module.load_state_dict(loaded)
+            elif batch_idx == 1:
+                seen.append({name: value.clone() for name, value in module.state_dict().items()})
+
+    fit(PosteriorCallback(), Loading(), accumulate_grad_batches=3)
+    for name, value in loaded.items():
+        torch.testing.assert_close(seen[0][name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_a_moving_average_of_the_weights_is_one_of_means():
     module = Classifier()
     trainer = make_trainer(EMAWeightAveraging(decay=0.5), PosteriorCallback("categorical"), accumulate_grad_batches=2)

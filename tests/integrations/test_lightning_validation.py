@@ -304,6 +304,31 @@ def test_targets_that_are_no_class_numbers_are_an_error():
         trained(PosteriorCallback("categorical"), module=OneHot(), validation=one_hot)
 
 
+def test_outputs_that_are_no_tensors_are_an_error():
+    callback = PosteriorCallback("categorical", forward=lambda module, batch: ([module(batch[0])], batch[1]))
+    with pytest.raises(TypeError, match=r"outputs of type list and targets of type Tensor, must be tensors.*forward="):
+        trained(callback)
+
+
+def test_an_output_with_logits_is_scored_by_them():
+    class Output:
+        def __init__(self, logits):
+            self.logits = logits
+
+    callback = PosteriorCallback("categorical", forward=lambda module, batch: (Output(module(batch[0])), batch[1]))
+    trainer, module = trained(callback)
+    posterior = trainer.optimizers[0].posterior(module, likelihood="categorical")
+    assert_scores(logged(trainer.callback_metrics), by_hand(posterior, VALIDATION))
+
+
+def test_a_probability_that_underflows_has_a_finite_log_loss():
+    """In float32 the probability of the label is 0 under every draw."""
+    forward = lambda module, batch: (1e4 * F.one_hot(1 - batch[1], 3) + 0 * module(batch[0]), batch[1])  # noqa: E731
+    validation = [(x, y.clamp_max(1)) for x, y in VALIDATION]
+    trainer, _ = trained(PosteriorCallback("categorical", forward=forward), validation=validation)
+    assert logged(trainer.callback_metrics)["log_loss"] == pytest.approx(1e4)
+
+
 def test_two_posteriors_are_an_error():
     class Two(Classifier):
         def __init__(self):

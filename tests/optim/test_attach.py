@@ -59,6 +59,47 @@ def test_what_is_loaded_stays(attached):
     assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
 
 
+def test_a_held_sample_stays_out_of_guarded_checkpoints():
+    model = make_model()
+    mean = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = Vprop(model.parameters(), num_data=100)
+    guard = optimizer.guard_checkpoints(model)
+    optimizer.hold_sample()
+    assert not is_mean(model, mean)
+    saved = model.state_dict()
+    assert not is_mean(model, mean), "the sample comes back"
+    assert all(torch.allclose(saved[name], mean[name], rtol=1e-5, atol=1e-5) for name in mean)
+    guard.remove()
+    saved = model.state_dict()
+    assert not any(torch.allclose(saved[name], mean[name], rtol=1e-5, atol=1e-5) for name in mean)
+
+
+def test_what_is_loaded_under_a_held_sample_stays():
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    optimizer.guard_checkpoints(model)
+    optimizer.hold_sample()
+    best = make_model(seed=5).state_dict()
+    model.load_state_dict(best)
+    optimizer.hold_sample()  # of the next micro-batch
+    optimizer.discard_samples()
+    assert all(torch.allclose(p, best[name], rtol=1e-5, atol=1e-5) for name, p in model.named_parameters())
+
+
+def test_whether_a_model_is_attached(attached):
+    model, _, optimizer, handle = attached
+    assert optimizer.is_attached(model)
+    assert optimizer.is_attached(torch.nn.Sequential(model)), "a part of it is"
+    assert not optimizer.is_attached(model[0])
+    assert not Vprop(model.parameters(), num_data=100).is_attached(model)
+    handle.remove()
+    assert not optimizer.is_attached(model)
+    with pytest.raises(TypeError, match=r"is_attached\(model\): got str"):
+        optimizer.is_attached("model")
+    with pytest.raises(TypeError, match=r"guard_checkpoints\(model\): got str"):
+        optimizer.guard_checkpoints("model")
+
+
 def test_removing_the_handle_puts_the_mean_back(attached):
     model, mean, _, handle = attached
     handle.remove()

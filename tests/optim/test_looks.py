@@ -71,6 +71,10 @@ def ask_for_a_diagnosis(optimizer, model, x):
     optimizer.diagnose()
 
 
+def ask_for_marginals(optimizer, model, x):
+    optimizer.marginals()
+
+
 def predict(optimizer, model, x):
     optimizer.posterior(model).predict(x, num_samples=2)
 
@@ -86,6 +90,7 @@ LOOKS = [
     save_a_part,
     ask_for_the_posterior,
     ask_for_a_diagnosis,
+    ask_for_marginals,
     predict,
 ]
 

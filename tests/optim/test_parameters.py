@@ -123,7 +123,7 @@ class TestRefused:
             info.build([sparse], num_data=10)
 
     def test_sparse_gradients(self, info):
-        if info.build([nn.Parameter(torch.zeros(1))], num_data=1)._needs_objective():
+        if info.build([nn.Parameter(torch.zeros(1))], num_data=1).needs_objective:
             return  # looks at the objective first
         embedding = nn.Embedding(5, 2, sparse=True)
         optimizer = info.build(embedding.parameters(), num_data=10)

@@ -12,6 +12,7 @@ from vprop.optim.vogn import VOGN
 from vprop.optim.von import VON
 from vprop.optim.vong import VONG
 from vprop.optim.vprop import Vprop
+from vprop.structures import Marginal
 
 __all__ = [
     "CVI",
@@ -22,6 +23,7 @@ __all__ = [
     "AutoPrior",
     "Diagnosis",
     "LrTrials",
+    "Marginal",
     "MeanField",
     "Vadam",
     "VariationalOptimizer",

@@ -116,19 +116,32 @@ def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def keep_samples_out_of_checkpoints(optimizer: VariationalOptimizer, model: nn.Module) -> list[RemovableHandle]:
-    """Hooks of every module: what its ``state_dict`` holds of the optimizer's parameters is the mean.
+class CheckpointGuard:
+    """What ``guard_checkpoints`` returns: until ``remove()``, no sample gets into or under the model's checkpoints."""
 
-    Those without parameters have them too: then one look at the mean is enough for all modules inside them.
-    """
-    handles = []
-    for module in model.modules():
-        handles += [
-            module.register_state_dict_pre_hook(_BeforeStateDict(optimizer, module)),
-            module.register_state_dict_post_hook(_AfterStateDict(optimizer, module)),
-            module.register_load_state_dict_pre_hook(_BeforeLoadStateDict(optimizer, module)),
-        ]
-    return handles
+    def __init__(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
+        self._handles: list[RemovableHandle] = []
+        # Modules without parameters have hooks, too: then one look at the mean is enough for all modules inside them.
+        for module in model.modules():
+            self._handles += [
+                module.register_state_dict_pre_hook(_BeforeStateDict(optimizer, module)),
+                module.register_state_dict_post_hook(_AfterStateDict(optimizer, module)),
+                module.register_load_state_dict_pre_hook(_BeforeLoadStateDict(optimizer, module)),
+            ]
+
+    def remove(self) -> None:
+        """Guard no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def is_attached(optimizer: VariationalOptimizer, model: nn.Module) -> bool:
+    """Whether forwards of the model, or of a part of it, see the optimizer's samples."""
+    return any(
+        isinstance(hook, _BeforeForward) and hook._optimizer_of(module) is optimizer
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )
 
 
 class Attachment:
@@ -149,7 +162,7 @@ class Attachment:
             hook = _BeforeInnerForward(optimizer, inside)
             self._handles.append(inside.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(inside.register_forward_hook(_AfterInnerForward(optimizer, inside), always_call=True))
-        self._handles += keep_samples_out_of_checkpoints(optimizer, model)
+        self._guard = CheckpointGuard(optimizer, model)
 
     def _shares(self, other: VariationalOptimizer) -> bool:
         """Whether the optimizer has parameters in common with another, or is gone."""
@@ -165,6 +178,7 @@ class Attachment:
         if optimizer is not None:
             optimizer._leave_attached_sample()
             optimizer._attached = False
+        self._guard.remove()
         for handle in self._handles:
             handle.remove()
 

@@ -31,7 +31,7 @@ from vprop.optim._group_keys import check_entries, drop_duplicates
 from vprop.optim.auto_prior import follow_auto_priors, take_auto
 from vprop.optim.closures import mean_result
 from vprop.optim.diagnosis import Diagnosis, diagnose
-from vprop.optim.hooks import Attachment
+from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached
 from vprop.optim.loading import METHOD, check_is_mapping
 from vprop.optim.old_gradients import ADDED, refuse_old_gradients
 from vprop.optim.resolution import Resolution, check_sample_counts
@@ -175,8 +175,9 @@ class VariationalOptimizer(Optimizer):
         chooses = ("_curvature", "_rule")
         return next((base for base in cls.__mro__ if any(name in vars(base) for name in chooses)), cls).__name__
 
-    def _needs_objective(self) -> bool:
-        """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
+    @property
+    def needs_objective(self) -> bool:
+        """Whether :meth:`step` must be given a :class:`vprop.Objective`: gradients do not tell the curvature."""
         return any(self._curvature(group).needs_objective for group in self.param_groups)
 
     @property
@@ -533,6 +534,19 @@ class VariationalOptimizer(Optimizer):
         note_hooks(self._sampling)
         return attachment
 
+    def is_attached(self, model: nn.Module) -> bool:
+        """Whether :meth:`attach` has been called for the model, or for a part of it, and still holds."""
+        check_model(model, "is_attached(model)")
+        return is_attached(self, model)
+
+    def guard_checkpoints(self, model: nn.Module) -> CheckpointGuard:
+        """Let ``state_dict()`` of the model hold the mean, and what is loaded stay, while a sample is held.
+
+        For loops that use :meth:`hold_sample`; :meth:`attach` does it by itself. Returns a handle with ``remove()``.
+        """
+        check_model(model, "guard_checkpoints(model)")
+        return CheckpointGuard(self, model)
+
     def _before_forward(self, training: bool) -> None:
         """What the hook does before each forward of the attached model."""
         sampling = self._sampling
@@ -584,10 +598,29 @@ class VariationalOptimizer(Optimizer):
                 noise_variance=noise_variance,
             )
 
-    def _marginals(self) -> list[Marginal]:
-        """Mean and variance of each parameter that has made a step; the mean must be in the weights."""
+    @torch.no_grad()
+    @at_the_mean
+    def marginals(self) -> list[Marginal]:
+        """What the posterior says of each parameter by itself, for logs and integrations that have no model at hand.
+
+        For every parameter that takes part, in the order of the groups, an object with ``parameter``, ``mean``,
+        ``variance``, ``hess`` (h, where the optimizer has one) and ``steps`` (how many it has made; before the first,
+        the posterior is what training starts from). They are copies. Those of a sharded parameter are sharded like it.
+        A sample that :meth:`attach` or :meth:`hold_sample` has put into the weights stays there, and is not seen.
+
+        >>> import torch, vprop
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = vprop.Vprop(layer.parameters(), num_data=50, prior_precision=10.0, hess_init=0.3)
+        >>> [weight] = optimizer.marginals()
+        >>> weight.parameter is layer.weight, weight.variance.tolist()  # 1/(N·h + λ)
+        (True, [[0.03999999910593033, 0.03999999910593033]])
+        """
+        return [marginal.copied() for marginal in self._marginals(at_least=0)]
+
+    def _marginals(self, at_least: int = 1) -> list[Marginal]:
+        """The same of each parameter that has made this many steps; the mean must be in the weights."""
         with self._as_groups_are_now():
-            return list(self._structure.marginals())
+            return list(self._structure.marginals(at_least))
 
     @contextmanager
     def _as_groups_are_now(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vprop.checks import check_loss, check_num_samples, check_seed
+from vprop.checks import check_loss, check_num_samples, check_seed, invalid
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
 from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, batch_size_of, call_model
@@ -161,10 +161,37 @@ class Posterior(ABC):
             outputs.append(logits)
         return Prediction(torch.stack(outputs), likelihood, noise_variance)
 
-    def _sampled_models(self, num_samples: int, seed: int) -> Iterator[Replica]:
-        """The model in evaluation mode with one draw of the weights after the other: call each before the next."""
+    def sampled_models(
+        self, num_samples: int = 32, seed: int = 0, *, dtype: torch.dtype | None = None
+    ) -> Iterator[Callable[..., Any]]:
+        """The model in evaluation mode under one draw of the weights after the other, to be called like the model.
+
+        The draws are those of ``predict(x, num_samples, seed)``, which this is for where outputs are not tensors, or
+        too large to be kept: a language model's, say. Call each before the next is drawn. ``dtype`` runs the model in
+        another precision than its own. Nothing of the model is changed meanwhile.
+
+        >>> import torch, vprop
+        >>> model, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
+        >>> posterior = vprop.Vprop(model.parameters(), num_data=100).posterior(model)
+        >>> with torch.no_grad():
+        ...     mean = sum(sampled(x) for sampled in posterior.sampled_models(8)) / 8
+        >>> bool(torch.allclose(mean, posterior.predict(x, 8).samples.mean(0), atol=1e-6))
+        True
+        """
+        num_samples, seed = check_num_samples(num_samples), check_seed(seed)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise invalid("dtype", dtype, "None or a floating-point torch.dtype", "None is the model's own precision.")
+        refuse_sharded(self.model, "sampled_models()")
+        return self._sampled_models(num_samples, seed, dtype)
+
+    def _sampled_models(self, num_samples: int, seed: int, dtype: torch.dtype | None = None) -> Iterator[Replica]:
+        constants: dict[str, Tensor] = {}
+        if dtype is not None:
+            constants = {name: p.detach() for name, p in self.model.named_parameters() if name not in self.mean}
+        fixed = {name: _cast(tensor, dtype) for name, tensor in (self.buffers | constants).items()}
         draws = (self._in_model_dtypes(self._draw(seed, sample)) for sample in range(num_samples))
-        return evaluating_replicas(self.model, self.buffers, draws)
+        cast = ({name: _cast(weight, dtype) for name, weight in weights.items()} for weights in draws)
+        return evaluating_replicas(self.model, fixed, cast)
 
     def _in_model_dtypes(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}
@@ -280,6 +307,10 @@ class Posterior(ABC):
                     )
                 x, y = batch
                 yield x, y, loss_fn
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _size_of_batch(watch: LossWatch, loss: Tensor, y: Any) -> float:

@@ -148,8 +148,8 @@ class Structure(ABC):
         """Forget what was folded of this step's samples."""
 
     @abstractmethod
-    def marginals(self) -> Iterator[Marginal]:
-        """Mean and variance of each parameter that has made a step."""
+    def marginals(self, at_least: int = 1) -> Iterator[Marginal]:
+        """Mean and variance of each parameter that has made this many steps; they may share memory with the state."""
 
     @abstractmethod
     def posterior(self, model: nn.Module, **rest: Any) -> Posterior:
@@ -177,6 +177,10 @@ class Structure(ABC):
         """The state of a parameter; made, if there is none."""
         state = self.state[member.p] = self.peek_state(member)
         return state
+
+    def steps_of(self, p: Tensor) -> int:
+        """How many steps a parameter has made."""
+        return int(self.state[p]["step"]) if self.state.get(p) else 0
 
     # -- reports ---------------------------------------------------------------------------------------------
 

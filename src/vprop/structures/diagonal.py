@@ -286,13 +286,14 @@ class Diagonal(PortableDiagonal):
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
-    def marginals(self) -> Iterator[Marginal]:
-        """Mean and variance of each parameter that has made a step."""
+    def marginals(self, at_least: int = 1) -> Iterator[Marginal]:
+        """Mean and variance of each parameter that has made this many steps."""
         for member in self.members:
-            state = self.state.get(member.p)
-            if state and int(state["step"]) > 0:
-                variance = self._sharded_variance(member, state)
-                yield Marginal(member, mean_of(member.p, state), variance, state.get("hess"))
+            steps = self.steps_of(member.p)
+            if steps >= at_least:
+                state = self.peek_state(member)
+                mean, variance = mean_of(member.p, state), self._sharded_variance(member, state)
+                yield Marginal(member, mean, variance, state.get("hess"), steps)
 
     def posterior(self, model: nn.Module, **rest: Any) -> DiagonalPosterior:
         """Names come from ``model.named_parameters()``."""

@@ -329,17 +329,17 @@ class Full(Structure):
             for member, piece in zip(members, _pieces(new.momentum, members), strict=True):
                 self.state[member.p]["momentum"].copy_(piece.view(member.p.shape))
 
-    def marginals(self) -> Iterator[Marginal]:
-        """Mean and variance of each parameter that has made a step."""
-        members = [m for m in self.members if self.state.get(m.p) and int(self.state[m.p]["step"]) > 0]
+    def marginals(self, at_least: int = 1) -> Iterator[Marginal]:
+        """Mean and variance of each parameter that has made this many steps."""
+        members = [member for member in self.members if self.steps_of(member.p) >= at_least]
         if not members:
             return
         matrix = self._matrix(members, keep=False)
         variances = torch.cholesky_inverse(self._factor(matrix, self._damping(members))).diagonal() / members[0].ess
         diagonals = zip(members, _pieces(variances, members), _pieces(matrix.sub.diagonal(), members), strict=True)
         for member, variance, hess in diagonals:
-            mean = mean_of(member.p, self.state[member.p])
-            yield Marginal(member, mean, variance.view(mean.shape), hess.view(mean.shape))
+            mean, steps = mean_of(member.p, self.peek_state(member)), self.steps_of(member.p)
+            yield Marginal(member, mean, variance.view(mean.shape), hess.view(mean.shape), steps)
 
     # -- the posterior ---------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,7 +110,19 @@ class Marginal:
     mean: Tensor
     variance: Tensor
     hess: Tensor | None
-    """h of its weights, where the optimizer has one."""
+    """h of its weights, where the optimizer has one; of a full covariance, the diagonal of H."""
+    steps: int
+    """How many steps the parameter has made. Before the first, the rest is what it starts from."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter that it is about."""
+        return self.member.p
+
+    def copied(self) -> Marginal:
+        """The same in memory of its own, which no step changes."""
+        hess = None if self.hess is None else self.hess.clone()
+        return replace(self, mean=self.mean.clone(), hess=hess)
 
 
 def members_of(groups: Iterable[GroupStep]) -> Iterator[Member]:

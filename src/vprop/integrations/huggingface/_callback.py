@@ -13,11 +13,10 @@ from transformers import TrainerCallback
 
 from vprop.checks import check_num_samples, check_seed
 from vprop.integrations.huggingface._loss_scale import LossScaleCheck
-from vprop.integrations.huggingface._optimizer import check_for_trainer, is_attached, variational_optimizer
+from vprop.integrations.huggingface._optimizer import check_for_trainer, variational_optimizer
 from vprop.integrations.huggingface._scores import LOWER_IS_BETTER, score
 from vprop.likelihood import LikelihoodLike, snapshot_likelihood
 from vprop.optim import VariationalOptimizer
-from vprop.optim.hooks import Attachment
 from vprop.parallel.sharding import sums
 
 
@@ -65,7 +64,7 @@ class PosteriorCallback(TrainerCallback):
         self.seed = check_seed(seed)
         self.likelihood = likelihood
         self.noise_variance = noise_variance
-        self._attachment: Attachment | None = None
+        self._attachment: Any = None
         self._loss_scale_check: LossScaleCheck | None = None
         self._evaluating = False
         self._scores: dict[str, float] = {}
@@ -78,7 +77,7 @@ class PosteriorCallback(TrainerCallback):
         check_for_trainer(optimizer, model)
         _check_direction(args)
         self._evaluating = False
-        if not is_attached(optimizer, model):
+        if not optimizer.is_attached(model):
             self._attachment = optimizer.attach(model)
         self._loss_scale_check = LossScaleCheck(optimizer, model)
 
@@ -168,7 +167,7 @@ def _describe(optimizer: VariationalOptimizer, model: nn.Module) -> dict[str, fl
     described = {"posterior_sigma": math.sqrt(variance)}
     if all(bool((precision > 0).all()) for precision in posterior.prior.precision.values()):
         described["posterior_kl"] = float(posterior.kl())
-    curvatures = [marginal.hess for marginal in optimizer._marginals() if marginal.hess is not None]
+    curvatures = [m.hess for m in optimizer.marginals() if m.steps > 0 and m.hess is not None]
     if curvatures:
         described["posterior_curvature"] = sum(sums(curvatures)) / sum(hess.numel() for hess in curvatures)
     return described

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from vprop.integrations.huggingface._targets import base_model_of, kind_of, labelled_logits, logits_of, shifts_labels
+from vprop.integrations._scores import UNLABELLED
+from vprop.integrations.huggingface._targets import aligned, base_model_of, kind_of, logits_of
 from vprop.optim import VariationalOptimizer
 
 
@@ -66,9 +67,11 @@ def _mean_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> tuple[Tensor
     """The usual loss of the model's kind as a mean over this batch, and over how many labels."""
     kind = kind_of(model, logits, labels)
     if kind == "categorical":
-        rows, classes = labelled_logits(logits, labels, shift=shifts_labels(model))
-        return (F.cross_entropy(rows.float(), classes).cpu(), len(classes)) if len(classes) else None
+        logits, labels = aligned(logits, labels, model)
+        count = int((labels != UNLABELLED).sum())
+        loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten().long(), ignore_index=UNLABELLED)
+        return (loss.cpu(), count) if count else None
     if labels.numel() != logits.numel():
         return None
-    loss = F.mse_loss if kind == "gaussian" else F.binary_cross_entropy_with_logits
-    return loss(logits.float(), labels.reshape(logits.shape).float()).cpu(), labels.numel()
+    mean_loss = F.mse_loss if kind == "gaussian" else F.binary_cross_entropy_with_logits
+    return mean_loss(logits.float(), labels.reshape(logits.shape).float()).cpu(), labels.numel()

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vprop.optim import VariationalOptimizer
-from vprop.optim.hooks import _BeforeForward
 
 
 def variational_optimizer(optimizer: Any) -> VariationalOptimizer:
@@ -28,15 +27,6 @@ def variational_optimizer(optimizer: Any) -> VariationalOptimizer:
     return inner
 
 
-def is_attached(optimizer: VariationalOptimizer, model: nn.Module) -> bool:
-    """Whether forwards of the model, or of a part of it, see the optimizer's samples."""
-    return any(
-        isinstance(hook, _BeforeForward) and hook._optimizer_of(module) is optimizer
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-    )
-
-
 def check_for_trainer(optimizer: VariationalOptimizer, model: nn.Module) -> None:
     """Refuse what would fail at the first step, or silently do something else than it says."""
     if optimizer.mc_samples > 1:
@@ -44,7 +34,7 @@ def check_for_trainer(optimizer: VariationalOptimizer, model: nn.Module) -> None
             f"Invalid mc_samples={optimizer.mc_samples}: must be 0 or 1 in a Trainer, which runs one forward and "
             "backward for each batch. Use mc_samples=1 with more steps, or a loop of your own with a closure."
         )
-    if optimizer._needs_objective():
+    if optimizer.needs_objective:
         raise TypeError(
             f"{type(optimizer).__name__} takes its curvature from more than a gradient, and a Trainer has only "
             "gradients. Use Vprop, IVON or Vadam, or a loop of your own with optimizer.step(vprop.Objective(...))."

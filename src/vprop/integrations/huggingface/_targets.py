@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from vprop.checks import check_model
+from vprop.integrations._scores import UNLABELLED
 from vprop.likelihood import Likelihood
 from vprop.precision import as_tensor
-
-IGNORED = -100
-"""The label that Hugging Face's losses leave out."""
 
 
 def num_targets(examples: Iterable[Any], model: nn.Module, *, label_name: str = "labels") -> int:
@@ -45,7 +43,7 @@ def num_targets(examples: Iterable[Any], model: nn.Module, *, label_name: str = 
         labels = as_tensor(example[label_name])
         if shift and labels.dim():
             labels = labels[..., 1:]
-        total += int((labels != IGNORED).sum())
+        total += int((labels != UNLABELLED).sum())
     return total
 
 
@@ -89,9 +87,9 @@ def kind_of(model: nn.Module, logits: Tensor, labels: Tensor) -> Likelihood:
     return "bernoulli"
 
 
-def labelled_logits(logits: Tensor, labels: Tensor, *, shift: bool) -> tuple[Tensor, Tensor]:
-    """Logits (n, classes) and labels (n,) of all positions that have a label."""
-    if shift and logits.dim() == 3:
+def aligned(logits: Tensor, labels: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Logits (…, classes) with the labels (…) that they predict, some of which may be −100."""
+    if logits.dim() == 3 and shifts_labels(model):
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     if labels.numel() == logits.shape[:-1].numel():
         labels = labels.reshape(logits.shape[:-1])
@@ -101,5 +99,4 @@ def labelled_logits(logits: Tensor, labels: Tensor, *, shift: bool) -> tuple[Ten
             "label for each row of logits. Pass PosteriorCallback(likelihood=...) if these are no class numbers, or "
             "num_samples=0 to leave predictions unscored."
         )
-    kept = labels != IGNORED
-    return logits[kept], labels[kept].long()
+    return logits, labels

@@ -51,7 +51,7 @@ def _optimizers_in(configured: Any) -> Iterator[Optimizer]:
 @torch.no_grad()
 def summary(optimizer: VariationalOptimizer, model: nn.Module) -> dict[str, float]:
     """Curvature, KL and noise of the posterior, averaged over all weights that have made a step."""
-    marginals = list(optimizer._marginals())
+    marginals = [marginal for marginal in optimizer.marginals() if marginal.steps > 0]
     count = sum(marginal.mean.numel() for marginal in marginals)
     if count == 0:
         return {}

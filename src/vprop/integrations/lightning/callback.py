@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from vprop.checks import check_num_samples, check_seed
+from vprop.integrations._prediction import sampled_outputs
+from vprop.integrations._scores import Scores, scores_for
 from vprop.integrations.lightning._framework import callback_class
 from vprop.integrations.lightning._optimizers import from_checkpoint, summary, variational, variational_of
-from vprop.integrations.lightning._scores import Evidence, evidence, gathered, scores
 from vprop.likelihood import LikelihoodLike, snapshot_likelihood
 from vprop.optim import VariationalOptimizer
-from vprop.optim.hooks import keep_samples_out_of_checkpoints
 from vprop.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -81,10 +80,11 @@ class PosteriorCallback(Callback):
         self._forward = inputs_and_targets if forward is None else forward
         self._stepping: list[Optimizer] = []
         self._logged_steps = 0
-        self._hooks: list[RemovableHandle] = []
+        self._guards: list[Any] = []
         self._checkpoint: list[dict[str, Any]] | None = None
         self._posterior: Posterior | None = None
-        self._evidence: dict[int, list[Evidence]] = {}
+        self._scores: dict[int, Scores] = {}
+        """By the number of the loader."""
 
     # -- training --------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class PosteriorCallback(Callback):
             )
         self._logged_steps = trainer.global_step
         for optimizer in optimizers:
-            self._hooks += keep_samples_out_of_checkpoints(optimizer, pl_module)
+            self._guards.append(optimizer.guard_checkpoints(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Put the sample of the coming step into the weights if gradients are not computed inside of the step."""
@@ -163,10 +163,10 @@ class PosteriorCallback(Callback):
     def _let_go(self, trainer: Trainer) -> None:
         for optimizer in variational(trainer.optimizers):
             optimizer.discard_samples()
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks, self._stepping = [], []
-        self._posterior, self._evidence = None, {}
+        for guard in self._guards:
+            guard.remove()
+        self._guards, self._stepping = [], []
+        self._posterior, self._scores = None, {}
 
     # -- validation and testing ------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class PosteriorCallback(Callback):
         """Put the mean back if a sample is in the weights, and take a snapshot of the posterior."""
         for optimizer in variational(trainer.optimizers):
             optimizer.release_sample()
-        self._posterior, self._evidence = None, {}
+        self._posterior, self._scores = None, {}
         optimizer_now = None if self.likelihood is None else self._optimizer(trainer, pl_module)
         if optimizer_now is not None:
             self._posterior = optimizer_now.posterior(
@@ -222,12 +222,13 @@ class PosteriorCallback(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Average the predictions over samples of the weights; the module's own weights are not touched."""
-        if self._posterior is None:
+        if self._posterior is None or self._posterior.likelihood is None:
             return
+        likelihood, noise = self._posterior.likelihood, self._posterior.noise_variance
+        scores = self._scores.setdefault(dataloader_idx, scores_for(likelihood, noise))
         with trainer.precision_plugin.val_step_context():
-            prediction = self._posterior.predict((batch,), self.num_samples, self.seed)
-        targets: Any = self._posterior.model.targets
-        self._evidence.setdefault(dataloader_idx, []).append(evidence(prediction, targets.pop()))
+            draws = sampled_outputs(self._posterior.sampled_models(self.num_samples, self.seed), (batch,))
+            scores.add(_checked(outputs, targets, likelihood) for outputs, targets in draws)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the scores."""
@@ -248,29 +249,41 @@ class PosteriorCallback(Callback):
     def _log_scores(self, trainer: Trainer, pl_module: LightningModule, stage: str, num_loaders: int) -> None:
         if self._posterior is None:
             return
-        for loader, batches in sorted(self._evidence.items()):
+        for loader, scores in sorted(self._scores.items()):
             suffix = f"/dataloader_idx_{loader}" if num_loaders > 1 else ""  # as Lightning names them
-            values = scores(str(self._posterior.likelihood), gathered(trainer.strategy, batches))
+            values = scores.result(trainer.world_size)
             for name, value in values.items():  # the same in all processes; sync_dist only keeps Lightning from warning
                 pl_module.log(f"{stage}_posterior/{name}{suffix}", value, sync_dist=True, add_dataloader_idx=False)
-        self._posterior, self._evidence = None, {}
+        self._posterior, self._scores = None, {}
 
 
 class _Forward(nn.Module):
-    """A module whose forward takes a batch and returns outputs; the targets lie beside."""
+    """A module whose forward takes a batch and returns outputs and targets."""
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
         super().__init__()
         self.module = module
         self._forward = forward
-        self.targets: list[Any] = []
-        """Of the last batch. A list, because what a forward of a prediction sets on the module is gone with it."""
 
-    def forward(self, batch: Any) -> Any:
-        """The outputs of the module."""
-        outputs, targets = self._forward(self.module, batch)
-        self.targets[:] = [targets]
-        return outputs
+    def forward(self, batch: Any) -> tuple[Any, Any]:
+        """What the function of the user's returns."""
+        return self._forward(self.module, batch)
+
+
+def _checked(outputs: Any, targets: Any, likelihood: str) -> tuple[Tensor, Tensor]:
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        raise TypeError(
+            f"PosteriorCallback got outputs of type {type(outputs).__name__} and targets of type "
+            f"{type(targets).__name__}, must be tensors. Return such a pair from PosteriorCallback(forward=...)."
+        )
+    if likelihood == "categorical" and outputs.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"Invalid targets of shape {tuple(targets.shape)}: must be {tuple(outputs.shape[:-1])}, class numbers for "
+            f"outputs of shape {tuple(outputs.shape)} whose last dimension are the classes. Return such a pair from "
+            "PosteriorCallback(forward=...)."
+        )
+    return outputs, targets
 
 
 def inputs_and_targets(module: nn.Module, batch: Any) -> tuple[Any, Any]:

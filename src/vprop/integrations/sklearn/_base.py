@@ -19,7 +19,7 @@ from vprop.integrations.sklearn._arguments import check_network, hidden_sizes
 from vprop.integrations.sklearn._data import Rows, Standardization, make_rows, row_weights
 from vprop.integrations.sklearn._likelihoods import RowLikelihood
 from vprop.integrations.sklearn._network import ACTIVATIONS, make_network
-from vprop.integrations.sklearn._prediction import draws_for, sampled_outputs
+from vprop.integrations.sklearn._prediction import draws_for, stacked_outputs
 from vprop.integrations.sklearn._training import CosineSteps, Learner, Progress, warn_if_diverged
 from vprop.optim import IVON, VariationalOptimizer, Vprop
 
@@ -78,7 +78,7 @@ class SampledEstimator(BaseEstimator):
         X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
         for first in range(0, len(X), ROWS_AT_ONCE):
             x = torch.tensor(self._inputs.apply(X[first : first + ROWS_AT_ONCE]), device=self.device)
-            outputs = sampled_outputs(self.posterior_, x, self._draws(), self._prediction_seed)
+            outputs = stacked_outputs(self.posterior_, x, self._draws(), self._prediction_seed)
             yield outputs.flatten(0, outputs.dim() - 3).cpu()
 
     def _draws(self) -> int:
@@ -218,6 +218,6 @@ class BayesianMLP(SampledEstimator):
     def _score(self, rows: Rows) -> float:
         """Mean predictive log-likelihood of held-out rows."""
         posterior = self._learner.posterior()
-        outputs = sampled_outputs(posterior, rows.x, draws_for(16, self.n_members), self._prediction_seed)
+        outputs = stacked_outputs(posterior, rows.x, draws_for(16, self.n_members), self._prediction_seed)
         losses = self._learner.likelihood.predictive_losses(outputs.flatten(0, 1), rows.y)
         return -float((losses * rows.weights).mean())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vprop.integrations.sklearn._data import Rows, Standardization
-from vprop.integrations.sklearn._prediction import sampled_outputs
+from vprop.integrations.sklearn._prediction import stacked_outputs
 from vprop.objective import Objective
 from vprop.optim import CVI, VON, AutoPrior, VariationalOptimizer
 from vprop.posterior import FullPosterior, Posterior
@@ -83,7 +83,7 @@ def make_prior(model: nn.Linear, precision: float | AutoPrior, earlier: Posterio
 
 def predictive_score(posterior: Posterior, rows: Rows, seed: int) -> float:
     """Mean predictive log-likelihood of held-out rows."""
-    outputs = sampled_outputs(posterior, rows.x, 16, seed)
+    outputs = stacked_outputs(posterior, rows.x, 16, seed)
     losses = torch.stack([row_losses(draw, rows.y) for draw in outputs])
     logs = (-losses).logsumexp(0) - np.log(len(outputs))
     return float((logs * rows.weights).mean())

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from vprop.replica import Replica
+from vprop.integrations._prediction import sampled_outputs
+from vprop.posterior import Posterior
 
 
-@torch.no_grad()
-def sampled_outputs(posterior: Any, x: Tensor, draws: int, seed: int) -> Tensor:
+def stacked_outputs(posterior: Posterior, x: Tensor, draws: int, seed: int) -> Tensor:
     """(draws, members, rows, outputs) in float64, whatever the precision of the weights.
 
     In float64 the prediction of a row does not depend, to more digits than anybody prints, on the rows beside it.
     """
-    x, outputs, network = x.double(), [], Replica(posterior.model).eval()
-    for draw in range(draws):
-        network.load({name: weight.double() for name, weight in posterior.sample(seed=seed + draw).items()})
-        outputs.append(network(x))
-    return torch.stack(outputs)
+    # Draw k is posterior.sample(seed=seed + k), whatever the number of draws.
+    models = (posterior.sampled_models(1, seed + draw, dtype=torch.float64) for draw in range(draws))
+    return torch.stack(list(sampled_outputs(chain.from_iterable(models), x.double())))
 
 
 def draws_for(samples: int, members: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vprop.integrations.sklearn._base import BayesianMLP
 from vprop.integrations.sklearn._data import Rows, Standardization
 from vprop.integrations.sklearn._likelihoods import Gaussian
-from vprop.integrations.sklearn._prediction import draws_for, sampled_outputs
+from vprop.integrations.sklearn._prediction import draws_for, stacked_outputs
 from vprop.integrations.sklearn._training import Learner
 
 
@@ -188,7 +188,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
     def _settle(self, learner: Learner, rows: Rows) -> None:
         """Set the noise to its best value: until now it was an average that lags behind."""
         draws = draws_for(16, self.n_members)
-        outputs = sampled_outputs(learner.posterior(), rows.x, draws, self._prediction_seed)
+        outputs = stacked_outputs(learner.posterior(), rows.x, draws, self._prediction_seed)
         assert isinstance(learner.likelihood, Gaussian)
         learner.likelihood.settle(outputs, rows.y, rows.weights)
 
