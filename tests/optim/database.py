@@ -143,7 +143,7 @@ def info_of(row: Row) -> Any:
         supported_impls=tuple(implementations),
         not_og_supported_flags=(),
         supports_complex=False,
-        step_requires_closure=constructor([torch.zeros(1, requires_grad=True)])._needs_objective(),
+        step_requires_closure=constructor([torch.zeros(1, requires_grad=True)]).needs_objective,
         has_capturable_arg=takes(row, "capturable"),
         supports_fused_on=(*(["cpu"] if cpu.available() else []), "cuda") if has_kernels else (),
     )

@@ -93,7 +93,7 @@ class Problem:
 
     def step_as_torch_does(self, optimizer: VariationalOptimizer, *, backward: bool = True) -> None:
         """Forward, backward, ``step()``: at the samples. Where gradients are not enough, with the objective."""
-        if optimizer._needs_objective():
+        if optimizer.needs_objective:
             optimizer.step(self.objective)
             return
         optimizer.zero_grad()

@@ -197,7 +197,7 @@ def test_step_is_noop_for_zero_grads(case):
 
 
 def needs_gradients_only(entry):
-    return not entry(parameters())._needs_objective()
+    return not entry(parameters()).needs_objective
 
 
 @pytest.mark.parametrize("case", entries(needs_gradients_only, with_implementations=True))
