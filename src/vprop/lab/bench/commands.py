@@ -156,14 +156,14 @@ def train(
     with _session(json) as console:
         from vprop.lab.bench import show
         from vprop.lab.bench.step import clean_up
-        from vprop.lab.bench.train import Plan, choose, measure
+        from vprop.lab.bench.train import Rounds, choose, measure
         from vprop.lab.bench.training_sizes import TASKS
 
         place = _prepare(device, threads, json)
         names = choose(only or [])
         small = quick or place.type == "cpu"
-        plan = Plan(rounds or (2 if quick else 10), steps or (1 if small else 5))
-        settings = {"rounds": plan.rounds, "steps": plan.steps, "compiled": compile, "autocast": place.type == "cuda"}
+        plan = Rounds(rounds or (2 if quick else 10), steps or (1 if small else 5))
+        settings = {"rounds": plan.count, "steps": plan.steps, "compiled": compile, "autocast": place.type == "cuda"}
         result = _result(place, settings)
         del result["rows"]
         result["models"] = []

@@ -73,7 +73,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Method:
+class Variant:
     """An optimizer of this library with its arguments."""
 
     name: str
@@ -84,10 +84,10 @@ class Method:
 
 
 METHODS = (
-    Method("Vprop", vprop.Vprop),
-    Method("Vprop centred", vprop.Vprop, {"mc_samples": 2, "antithetic": True, "centered": True}, pair=True),
-    Method("IVON", vprop.IVON, momentum=True),
-    Method("Vadam", vprop.Vadam, {"hess_init": 1.0}, momentum=True),
+    Variant("Vprop", vprop.Vprop),
+    Variant("Vprop centred", vprop.Vprop, {"mc_samples": 2, "antithetic": True, "centered": True}, pair=True),
+    Variant("IVON", vprop.IVON, momentum=True),
+    Variant("Vadam", vprop.Vadam, {"hess_init": 1.0}, momentum=True),
 )
 PATHS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
@@ -98,7 +98,7 @@ PATHS: dict[str, dict[str, Any]] = {
 LOOPS = ("closure", "context", "attach")
 
 
-def _ours(method: Method, path: str, loop: str, wrap: Callable[[Call], Call] | None = None, **more: Any) -> Contender:
+def _ours(method: Variant, path: str, loop: str, wrap: Callable[[Call], Call] | None = None, **more: Any) -> Contender:
     """A method in a path and a loop; ``wrap`` compiles or captures what is called."""
 
     def build(tensors: Tensors) -> Ready:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from vprop.lab.errors import LabError
 
-class BenchError(Exception):
+
+class BenchError(LabError):
     """A request that cannot be met."""
 
 

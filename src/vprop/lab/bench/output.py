@@ -11,8 +11,8 @@ import torch
 
 from vprop.lab.bench import peers
 from vprop.lab.bench.errors import BenchError
+from vprop.lab.engine.store import write_json
 from vprop.lab.environment import environment
-from vprop.lab.experiments.store import write_json
 
 
 def require_writable(path: Path | None) -> None:

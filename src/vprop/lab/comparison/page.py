@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from vprop.lab.comparison.table import table
-from vprop.lab.experiments.reproduce import UsageError
+from vprop.lab.engine.store import read_json
+from vprop.lab.errors import UsageError
 
 _PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -22,10 +22,8 @@ def load_results(folder: Path) -> dict[str, dict[str, Any]]:
         if path.name.startswith("nuts-"):
             continue
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
+            result = read_json(path, "vprop compare")
             table(result)
-        except ValueError as error:
-            raise UsageError(f"{path} is no JSON file ({error}): run `vprop compare` for it again.") from error
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise UsageError(
                 f"{path} is no result of this version of `vprop compare` ({type(error).__name__}: {error}): run it "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 
 from vprop import VON, VONG, Objective, Vprop
 from vprop.baselines import Newton
+from vprop.lab.engine.grid import repeat
+from vprop.lab.engine.job import Job
+from vprop.lab.engine.pool import Pool
 from vprop.lab.environment import environment
-from vprop.lab.experiments.pool import Pool
-from vprop.lab.experiments.store import key_of
 
 GLOBAL_MINIMUM = (1.0, 0.5)
 RIPPLE, BOWL, FREQUENCY = 0.45, 0.12, 2.0
@@ -56,7 +56,7 @@ def landscape(position: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Walk:
+class Walk(Job):
     """One method from the start, with one seed."""
 
     label: str
@@ -64,23 +64,16 @@ class Walk:
     num_data: float = WIDE
     steps: int = STEPS
 
-    @property
-    def key(self) -> str:
-        """A name for the outcome."""
-        return key_of({"experiment": "explore"} | asdict(self), sys.modules[__name__])
-
-
-def walk(job: Walk) -> dict[str, Any]:
-    """The means after every step."""
-    torch.set_num_threads(1)
-    model = Landscape()
-    optimizer = _optimizer(job, model)
-    one = torch.zeros(1, 1)
-    points = [model.position.tolist()]
-    for _ in range(job.steps):
-        optimizer.step(Objective(model, lambda output, y: output.mean(), one, one))  # type: ignore[arg-type]
-        points.append(model.position.tolist())
-    return {"walk": asdict(job), "points": points}
+    def compute(self) -> dict[str, Any]:
+        """The means after every step."""
+        model = Landscape()
+        optimizer = _optimizer(self, model)
+        one = torch.zeros(1, 1)
+        points = [model.position.tolist()]
+        for _ in range(self.steps):
+            optimizer.step(Objective(model, lambda output, y: output.mean(), one, one))  # type: ignore[arg-type]
+            points.append(model.position.tolist())
+        return {"points": points}
 
 
 def _optimizer(job: Walk, model: nn.Module) -> torch.optim.Optimizer:
@@ -105,12 +98,12 @@ def explore(pool: Pool, seeds: int) -> dict[str, Any]:
     rows = [(label, num_data) for num_data in (WIDE, NARROW) for label in METHODS]
     # Without sampling every seed takes the same way.
     counts = {label: seeds if label in SAMPLING else 1 for label in METHODS}
-    jobs = [Walk(label, seed, num_data) for label, num_data in rows for seed in range(counts[label])]
-    results = pool.run_all("Local minima", jobs, walk, key=lambda job: job.key)
+    jobs = {(label, num_data): [Walk(label, i, num_data) for i in range(counts[label])] for label, num_data in rows}
+    results = repeat(pool, "Local minima", jobs)
     success, trajectories = [], []
     for label, num_data in rows:
         trials = counts[label]
-        walks = [results[Walk(label, seed, num_data).key]["points"] for seed in range(trials)]
+        walks = [result["points"] for result in results[label, num_data]]
         reached = [math.dist(points[-1], GLOBAL_MINIMUM) <= REACHED for points in walks]
         low, high = (
             wilson_interval(sum(reached), trials) if label in SAMPLING else (float(reached[0]), float(reached[0]))

@@ -1,9 +1,14 @@
-"""Results of runs on disk, one small file each: written whole or not at all, so that an interrupt loses nothing."""
+"""Results on disk, one JSON file each: written whole or not at all, so that an interrupt loses nothing.
+
+A file's name is a key: a hash of what was asked for and of the code that answers, so that nothing is computed twice and
+nothing old is taken for new.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import vprop
-from vprop.lab.experiments import sources
+from vprop.lab.engine import sources
+from vprop.lab.errors import UsageError
 
 
 def key_of(spec: dict[str, Any], *modules: ModuleType, library: bool = True) -> str:
@@ -58,3 +64,16 @@ def write_json(path: Path, value: dict[str, Any], indent: int | None = None) -> 
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path, command: str) -> Any:
+    """A result file, which ``command`` makes."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON file ({error}): run `{command}` again.") from error
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """What JSON can hold: ``None`` for NaN and infinity."""
+    return value if value is not None and math.isfinite(value) else None
