@@ -144,7 +144,7 @@ class TestFairness:
 
 
 def _run(spec: TableSpec, name: str) -> training.ScoredRun:
-    return training.ScoredRun.of(spec, "final", "x", BY_NAME[name], BY_NAME[name].grid[0], 0)
+    return training.ScoredRun.of(spec, "x", None, "final", BY_NAME[name], BY_NAME[name].grid[0], 0)
 
 
 class TestKeys:

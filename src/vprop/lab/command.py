@@ -28,14 +28,14 @@ def fail(*texts: str) -> NoReturn:
 
 
 @contextmanager
-def messages() -> Iterator[None]:
-    """Turn what goes wrong inside into messages."""
+def messages(remedy: str = " Choose another place with --out.") -> Iterator[None]:
+    """Turn what goes wrong inside into messages; ``remedy`` is for a file or folder that cannot be used."""
     try:
         yield
     except LabError as error:
         fail(str(error))
     except OSError as error:
-        fail(f"Cannot use {error.filename}: {error.strerror}. Choose another place with --out.")
+        fail(f"Cannot use {error.filename}: {error.strerror}.{remedy}")
     except Interrupted as interrupted:
         typer.echo(str(interrupted), err=True)
         sys.exit(130)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 import vprop
 from vprop.lab.bench import peers
 from vprop.lab.bench.clock import Call
-from vprop.lab.bench.errors import BenchError, Unavailable, first_line
+from vprop.lab.bench.errors import BenchError, Unavailable, first_line, matching
 from vprop.lab.bench.limits import TORCH, loop_bytes
 from vprop.lab.bench.tensors import Holder, Tensors, give
 
@@ -282,13 +282,8 @@ def for_memory() -> list[Contender]:
 def choose(words: list[str], among: list[Contender] | None = None) -> list[Contender]:
     """Those whose name holds one of the words; all if there are none."""
     everybody = contenders() if among is None else among
-    if not words:
-        return everybody
-    for word in words:
-        if not any(word.lower() in contender.name.lower() for contender in everybody):
-            names = ", ".join(contender.name for contender in everybody)
-            raise BenchError(f"Invalid --only {word!r}: part of no contender's name. There are: {names}.")
-    return [c for c in everybody if any(word.lower() in c.name.lower() for word in words)]
+    names = matching(words, [contender.name for contender in everybody])
+    return [contender for contender in everybody if contender.name in names]
 
 
 def by_name(name: str) -> Contender:

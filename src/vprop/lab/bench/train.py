@@ -14,7 +14,7 @@ import vprop
 from vprop.lab.bench import peers
 from vprop.lab.bench.clock import Clock, Spread
 from vprop.lab.bench.contenders import EXPECTED, TINY
-from vprop.lab.bench.errors import BenchError, Unavailable, first_line
+from vprop.lab.bench.errors import Unavailable, first_line, matching
 from vprop.lab.bench.models import Task
 from vprop.lab.bench.step import clean_up
 
@@ -149,12 +149,7 @@ CONTENDERS: dict[str, Callable[[Task], Trainer]] = {
 
 def choose(words: list[str]) -> list[str]:
     """Those whose name holds one of the words, and the reference; all if there are none."""
-    for word in words:
-        if not any(word.lower() in name.lower() for name in CONTENDERS):
-            raise BenchError(
-                f"Invalid --only {word!r}: part of no contender's name. There are: {', '.join(CONTENDERS)}."
-            )
-    wanted = [name for name in CONTENDERS if not words or any(word.lower() in name.lower() for word in words)]
+    wanted = matching(words, list(CONTENDERS))
     return wanted if REFERENCE in wanted else [REFERENCE, *wanted]
 
 

@@ -34,7 +34,6 @@ class ComparisonRequest(Request):
 
 def run(what: str, request: ComparisonRequest, console: Console) -> Path:
     """Run what was asked for, and draw the tables of all results that are there."""
-    request.require_workers()
     if request.page is not None and not request.page.is_file():
         raise UsageError(f"There is no page {request.page}: leave out --page, and OUT/tables.md is written.")
     if request.page is not None and not places(request.page.read_text(encoding="utf-8")):
@@ -77,7 +76,7 @@ def _prepare(what: str, request: ComparisonRequest) -> None:
     """Refuse what cannot work before anything is run."""
     if what == "nuts":
         nuts.require()
-    request.require_writable()
+    request.check()
     try:
         for spec in request.specs(what):
             load_data(spec, request.data_dir)

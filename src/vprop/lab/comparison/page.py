@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
+from vprop.lab import markdown
 from vprop.lab.comparison.table import table
 from vprop.lab.engine.store import read_json
 from vprop.lab.errors import UsageError
-
-_PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NOT_RUN = "*Not run yet.*\n"
 
@@ -35,17 +33,12 @@ def load_results(folder: Path) -> dict[str, dict[str, Any]]:
 
 def with_tables(text: str, results: dict[str, dict[str, Any]]) -> str:
     """``text`` with each table between `<!-- table: NAME -->` and `<!-- end -->` drawn anew."""
-
-    def draw(place: re.Match[str]) -> str:
-        result = results.get(place[2])
-        return place[1] + (NOT_RUN if result is None else table(result)) + place[3]
-
-    return _PLACE.sub(draw, text)
+    return markdown.filled(text, "table", lambda name: table(results[name]) if name in results else NOT_RUN)
 
 
 def places(text: str) -> list[str]:
     """The names of the tables that ``text`` has a place for."""
-    return [name for _, name, _ in _PLACE.findall(text)]
+    return markdown.places(text, "table")
 
 
 def new_page(results: dict[str, dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from vprop.lab.comparison import nuts, references
 from vprop.lab.comparison.cost import Cost
 from vprop.lab.comparison.methods import MOMENTUM, taking_part
 from vprop.lab.comparison.scores import METRICS, QUANTILES, ratio_quantiles
-from vprop.lab.comparison.tasks import VALIDATION_SHARE, Part, TableSpec, load_data, task
+from vprop.lab.comparison.tasks import VALIDATION_SHARE, TableSpec, load_data, task
 from vprop.lab.comparison.training import ScoredRun
 from vprop.lab.engine.grid import TUNING_SEED, Choice, Criterion, at_edge, choose, mean_and_std, repeat, tried
 from vprop.lab.engine.job import Job
-from vprop.lab.engine.method import Method, Setting
+from vprop.lab.engine.method import Method
 from vprop.lab.engine.pool import Pool
 from vprop.lab.engine.problem import fingerprint
 from vprop.lab.environment import environment
@@ -27,38 +27,29 @@ from vprop.lab.environment import environment
 LOSS = Criterion("nll", lambda result: result["scores"]["nll"], lowest=True)
 """Settings are chosen by the log-loss on training rows that were held out."""
 
-Results = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One task with its methods and its data."""
-
-    spec: TableSpec
-    data_dir: Path | None
-    fingerprint: str
-    methods: tuple[Method, ...]
-
-    def run(self, part: Part, method: Method, setting: Setting, seed: int) -> ScoredRun:
-        """A training run of this task."""
-        return ScoredRun.of(self.spec, part, self.fingerprint, method, setting, seed, self.data_dir)
-
 
 def compare(spec: TableSpec, pool: Pool, data_dir: Path | None, folder: Path) -> dict[str, Any]:
     """Everything of one table. ``folder`` is where results are, those of NUTS among them."""
-    data = load_data(spec, data_dir)
-    work = task(spec, "final", data_dir)
-    comparison = Comparison(spec, data_dir, fingerprint(data), taking_part(work))
+    work, print_of = task(spec, "final", data_dir), fingerprint(load_data(spec, data_dir))
+    methods, run = taking_part(work), partial(ScoredRun.of, spec, print_of, data_dir)
     tries = {
-        method.name: [
-            comparison.run("tuning", method, setting, TUNING_SEED) for setting in tried(method, spec.settings)
-        ]
-        for method in comparison.methods
+        method.name: [run("tuning", method, setting, TUNING_SEED) for setting in tried(method, spec.settings)]
+        for method in methods
     }
     choices = choose(pool, f"{spec.name}: settings", tries, LOSS)
-    runs, exact = _train(comparison, choices, pool)
-    sampled = nuts.load(folder, spec, comparison.fingerprint)
-    timing = Cost(spec, comparison.fingerprint, tuple(choices), data_dir=data_dir)
+    # Seed 0 is for trying things out, so that what is decided by looking is not decided by these.
+    seeds = range(1, 1 + spec.seeds)
+    jobs: dict[str, list[Job]] = {
+        method.name: [run("final", method, setting, seed) for seed in seeds]
+        if (setting := choices[method.name].chosen) is not None
+        else []
+        for method in methods
+    }
+    exact_job = references.Exact(spec, print_of, data_dir=data_dir)
+    results = repeat(pool, f"{spec.name}: seeds", jobs | {"exact": [exact_job] if spec.problem == "logreg" else []})
+    exact = results["exact"][0]["answers"] if results["exact"] else None
+    sampled = nuts.load(folder, spec, print_of)
+    timing = Cost(spec, print_of, tuple(choices), data_dir=data_dir)
     costs = pool.run_all(f"{spec.name}: cost of a step", [timing])[timing.key]
     return {
         "task": spec.name,
@@ -68,32 +59,14 @@ def compare(spec: TableSpec, pool: Pool, data_dir: Path | None, folder: Path) ->
         "num_data": work.num_data,
         "num_test": len(work.test_x),
         "num_parameters": work.num_parameters,
-        "fingerprint": comparison.fingerprint,
+        "fingerprint": print_of,
         "references": _reference_rows(exact, sampled),
         "methods": [
-            _row(method, choices[method.name], runs[method.name], exact, sampled)
+            _row(method, choices[method.name], results[method.name], exact, sampled)
             | {"cost": costs["ratios"][method.name]}
-            for method in comparison.methods
+            for method in methods
         ],
     }
-
-
-def _train(
-    comparison: Comparison, choices: dict[str, Choice], pool: Pool
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any] | None]:
-    """The runs that are reported: the chosen setting on all training data, one for each seed; and the exact answers."""
-    spec = comparison.spec
-    jobs: dict[str, list[Job]] = {"exact": []}
-    if spec.problem == "logreg":
-        jobs["exact"].append(references.Exact(spec, comparison.fingerprint, data_dir=comparison.data_dir))
-    for method in comparison.methods:
-        setting = choices[method.name].chosen
-        # Seed 0 is for trying things out, so that what is decided by looking is not decided by these.
-        seeds = range(1, 1 + spec.seeds) if setting is not None else ()
-        jobs[method.name] = [comparison.run("final", method, setting or {}, seed) for seed in seeds]
-    results = repeat(pool, f"{spec.name}: seeds", jobs)
-    exact = results.pop("exact")
-    return results, exact[0]["answers"] if exact else None
 
 
 def _reference_rows(exact: dict[str, Any] | None, sampled: dict[str, Any] | None) -> list[dict[str, Any]]:

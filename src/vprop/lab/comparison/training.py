@@ -29,12 +29,12 @@ class ScoredRun(Run):
     def of(
         cls,
         spec: TableSpec,
-        part: Part,
         fingerprint: str,
+        data_dir: Path | None,
+        part: Part,
         method: Method,
         setting: Setting,
         seed: int,
-        data_dir: Path | None = None,
     ) -> ScoredRun:
         """With the budget that the task has."""
         budget = (spec.gradients, spec.batch)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from vprop.lab.engine.pool import Pool
-from vprop.lab.engine.store import Store
+from vprop.lab.engine.store import Store, require_writable
 from vprop.lab.errors import UsageError
 
 
@@ -31,17 +31,8 @@ class Request:
         """Workers that keep their runs in the folder of the request."""
         return Pool(Store(self.out / "runs"), console, self.workers)
 
-    def require_workers(self) -> None:
-        """Refuse a number of processes that makes no sense."""
+    def check(self) -> None:
+        """Refuse what cannot work before anything is run."""
         if self.workers < 0:
             raise UsageError(f"Invalid --workers {self.workers}: must be at least 0. 0 is one process per core.")
-
-    def require_writable(self) -> None:
-        """Refuse a folder that runs could not be kept in, before anything is run."""
-        try:
-            (self.out / "runs").mkdir(parents=True, exist_ok=True)
-            (self.out / "runs" / ".writable").touch()
-        except OSError as error:
-            raise UsageError(
-                f"Cannot write to {self.out}: {error.strerror}. Choose another folder with --out."
-            ) from error
+        require_writable(self.out / "runs", self.out)

@@ -19,6 +19,8 @@ import vprop
 from vprop.lab.engine import sources
 from vprop.lab.errors import UsageError
 
+OTHER_FOLDER = "Choose another folder with --out."
+
 
 def key_of(spec: dict[str, Any], *modules: ModuleType, library: bool = True) -> str:
     """A name for the outcome of ``spec`` as ``modules`` and the library compute it.
@@ -51,6 +53,16 @@ class Store:
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
+
+
+def require_writable(folder: Path, named: Path | None = None, remedy: str = OTHER_FOLDER) -> None:
+    """Refuse a folder that results could not be written to, before anything is run; ``named`` is what the user gave."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"Cannot write to {named or folder}: {error.strerror}. {remedy}") from error
 
 
 def write_json(path: Path, value: dict[str, Any], indent: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +27,17 @@ REACHED = 0.75
 """A run is a success if it ends this near the global minimum: half a ripple."""
 STEPS = 300
 
-METHODS = {
-    "Gradient descent": "gradient-descent",
-    "Newton": "newton",
-    "Vprop-0": "vprop-0",
-    "Vprop-1": "vprop-1",
-    "VON-1": "von-1",
-    "VONG-2, centred (ours)": "vong-2-centered",
+_NATURAL: dict[str, Any] = {"lr": 0.1, "betas": (0.0, 0.9), "hess_init": 0.5, "clip_radius": 1.0}
+_PAIR = {"mc_samples": 2, "antithetic": True, "centered": True}
+METHODS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "Gradient descent": (torch.optim.SGD, {"lr": 0.1}),
+    "Newton": (Newton, {"lr": 0.5, "clip_radius": 1.0}),
+    "Vprop-0": (Vprop, _NATURAL | {"mc_samples": 0}),
+    "Vprop-1": (Vprop, _NATURAL),
+    "VON-1": (VON, _NATURAL),
+    "VONG-2, centred (ours)": (VONG, _NATURAL | _PAIR),
 }
-SAMPLING = [label for label, name in METHODS.items() if name not in ("gradient-descent", "newton", "vprop-0")]
+SAMPLING = ("Vprop-1", "VON-1", "VONG-2, centred (ours)")
 
 
 class Landscape(nn.Module):
@@ -77,20 +80,11 @@ class Walk(Job):
 
 
 def _optimizer(job: Walk, model: nn.Module) -> torch.optim.Optimizer:
-    name, params = METHODS[job.label], list(model.parameters())
-    shared: dict[str, Any] = {"num_data": job.num_data, "prior_precision": PRIOR_PRECISION, "seed": job.seed}
-    natural: dict[str, Any] = {"lr": 0.1, "betas": (0.0, 0.9), "hess_init": 0.5, "clip_radius": 1.0, **shared}
-    if name == "gradient-descent":
-        return torch.optim.SGD(params, lr=0.1, weight_decay=PRIOR_PRECISION / job.num_data)
-    if name == "newton":
-        return Newton(params, lr=0.5, clip_radius=1.0, **shared)
-    if name == "vprop-0":
-        return Vprop(params, mc_samples=0, **natural)
-    if name == "vprop-1":
-        return Vprop(params, **natural)
-    if name == "von-1":
-        return VON(params, **natural)
-    return VONG(params, mc_samples=2, antithetic=True, centered=True, **natural)
+    optimizer, arguments = METHODS[job.label]
+    if optimizer is torch.optim.SGD:
+        return optimizer(model.parameters(), weight_decay=PRIOR_PRECISION / job.num_data, **arguments)
+    shared = {"num_data": job.num_data, "prior_precision": PRIOR_PRECISION, "seed": job.seed}
+    return optimizer(model.parameters(), **shared, **arguments)
 
 
 def explore(pool: Pool, seeds: int) -> dict[str, Any]:

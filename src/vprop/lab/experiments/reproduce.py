@@ -99,8 +99,7 @@ def check(request: PaperRequest, needs_data: bool = True) -> None:
     for name, (value, least) in at_least.items():
         if value is not None and value < least:
             raise UsageError(f"Invalid --{name} {value}: must be at least {least}.")
-    request.require_workers()
-    request.require_writable()
+    request.check()
     if needs_data:
         _settle_data(request)
 
