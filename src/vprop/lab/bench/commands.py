@@ -88,16 +88,14 @@ def step(
             chosen = [contender for contender in chosen if contender.path != "compiled"]
         size, count = _size(place, params, tensors, quick)
         result = _result(place, {"params": size, "tensors": count, "dtype": "float32", "budget": budget})
-        with _status(console) as report:
+        with _shown(console, lambda: show.step_table(result, console)) as report:
             plan = Plan(place, 0.02 if quick else budget, report=report)
-            with _shown_when_interrupted(lambda: show.step_table(result, console)):
-                on = Tensors(size, count, place)
-                result["settings"]["params"] = on.numel
-                result["copy"] = measure(chosen, on, plan, result["rows"])
-                del on
-                if sweep:
-                    result["sweep"] = _sweep(Sweep(plan, sweep_minutes), place, count, quick)
-        show.step_table(result, console)
+            on = Tensors(size, count, place)
+            result["settings"]["params"] = on.numel
+            result["copy"] = measure(chosen, on, plan, result["rows"])
+            del on
+            if sweep:
+                result["sweep"] = _sweep(Sweep(plan, sweep_minutes), place, count, quick)
         if sweep:
             for along in ("parameters", "tensors"):
                 show.sweep_table(result["sweep"][along], along, console)
@@ -136,9 +134,8 @@ def memory(
         chosen = contenders.choose(only or [], contenders.for_memory())
         size, count = _size(place, params, tensors, quick, small=1e6)
         result = _result(place, {"params": size, "tensors": count, "dtype": "float32"})
-        with _status(console) as report, _shown_when_interrupted(lambda: show.memory_table(result, console)):
+        with _shown(console, lambda: show.memory_table(result, console)) as report:
             measure(chosen, size, count, Plan(place, report=report), result["rows"])
-        show.memory_table(result, console)
         _save(result, json, console)
 
 
@@ -170,17 +167,15 @@ def train(
         result = _result(place, settings)
         del result["rows"]
         result["models"] = []
-        for kind in ("gpt", "resnet") if model is Model.ALL else (model.value,):
-            task, examples = sized_task(kind, place, batch, compile, quick)
-            count = sum(p.numel() for p in task.parameters())
-            entry: dict[str, Any] = {"model": kind, "params": count, "batch": examples, "rows": []}
-            result["models"].append(entry)
-            with _status(console) as report:
-                plan.report = report
+        with _shown(console, lambda: show.train_table(result, console)) as plan.report:
+            for kind in ("gpt", "resnet") if model is Model.ALL else (model.value,):
+                task, examples = sized_task(kind, place, batch, compile, quick)
+                count = sum(p.numel() for p in task.parameters())
+                entry: dict[str, Any] = {"model": kind, "params": count, "batch": examples, "rows": []}
+                result["models"].append(entry)
                 measure(task, names, plan, entry["rows"])
-            del task
-            clean_up()
-        show.train_table(result, console)
+                del task
+                clean_up()
         _save(result, json, console)
 
 
@@ -296,20 +291,15 @@ def _result(place: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _status(console: Console) -> Iterator[Callable[[str], None]]:
-    """A line that says what is being measured."""
-    with console.status("measuring") as status:
-        yield lambda text: status.update(f"measuring {text}")
-
-
-@contextmanager
-def _shown_when_interrupted(show: Callable[[], None]) -> Iterator[None]:
-    """What was measured before an interrupt is shown, and not written."""
+def _shown(console: Console, show: Callable[[], None]) -> Iterator[Callable[[str], None]]:
+    """A line that says what is being measured, and then the table; of what was measured before an interrupt, too."""
     try:
-        yield
+        with console.status("measuring") as status:
+            yield lambda text: status.update(f"measuring {text}")
     except KeyboardInterrupt:
         show()
         raise
+    show()
 
 
 def _save(result: dict[str, Any], json: Path | None, console: Console) -> None:

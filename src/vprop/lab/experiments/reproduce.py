@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from vprop.lab.experiments.methods import BY_NAME
 PAPER_DATA = ("australian", "a1a")
 SHIPPED_DATA = ("breast_cancer",)
 LONG_METHODS = ("cvi-10", "vogn-10", "von-10", "vprop-2", "vprop-2-centered", "vong-2-centered")
-NOT_BY_DEFAULT = ("vogn-10", "vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")
-"""Left out of logistic regression unless asked for, so that it stays within minutes."""
+LEFT_OUT = ("vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")
+"""Left out of the figures unless asked for, so that they stay within minutes."""
 
 COUNTING = (
     "Passes are counted fairly: a method that evaluates K gradients per step uses K passes, or with mini-batches their "
@@ -141,17 +141,22 @@ def _methods(request: PaperRequest, experiment: str, left_out: tuple[str, ...] =
     return short if request.short else tuple(name for name in BY_NAME if name not in left_out)
 
 
-def _logreg(request: PaperRequest, pool: Pool) -> dict[str, Any]:
-    figures = Figures(
-        problem="logreg",
+def _figures(request: PaperRequest, problem: str, passes: int, left_out: tuple[str, ...], points: int = 16) -> Figures:
+    """The paper's: full batches and mini-batches; a look has full batches alone."""
+    return Figures(
+        problem=problem,
         data=request.data,
         batches=(None,) if request.short else (None, 32),
         seeds=request.pick(request.seeds, 3, 2),
-        gradients=request.pick(request.gradients, 600, 200),
-        methods=_methods(request, "logreg", NOT_BY_DEFAULT),
+        gradients=request.pick(request.gradients, passes, 200),
+        methods=_methods(request, problem, left_out),
         data_dir=request.data_dir,
+        points=points,
     )
-    return draw_figures(figures, pool) | {
+
+
+def _logreg(request: PaperRequest, pool: Pool) -> dict[str, Any]:
+    return draw_figures(_figures(request, "logreg", 600, ("vogn-10", *LEFT_OUT)), pool) | {
         "title": "Logistic regression",
         "description": "ELBO on the training data, by quadrature (left), and log-loss of the posterior predictive on "
         "the test data (right). The dashed lines are exact variational inference by L-BFGS, diagonal and full. "
@@ -161,15 +166,13 @@ def _logreg(request: PaperRequest, pool: Pool) -> dict[str, Any]:
 
 
 def _long(request: PaperRequest, pool: Pool) -> dict[str, Any]:
-    data = "a1a" if "a1a" in request.data else request.data[0]
-    figures = Figures(
-        problem="logreg",
-        data=(data,),
+    figures = replace(
+        _figures(request, "logreg", 4000, LEFT_OUT),
+        data=("a1a" if "a1a" in request.data else request.data[0],),
         batches=(None,),
         seeds=1,
         gradients=request.pick(request.gradients, 4000, 400),
         methods=_methods(request, "long") if request.methods else LONG_METHODS,
-        data_dir=request.data_dir,
         fixed={"lr": 0.1, "beta2": 0.98},
         decay=True,
         id_suffix="-long",
@@ -185,17 +188,7 @@ def _long(request: PaperRequest, pool: Pool) -> dict[str, Any]:
 
 
 def _mlp(request: PaperRequest, pool: Pool) -> dict[str, Any]:
-    figures = Figures(
-        problem="mlp",
-        data=request.data,
-        batches=(None,) if request.short else (None, 32),
-        seeds=request.pick(request.seeds, 3, 2),
-        gradients=request.pick(request.gradients, 800, 200),
-        methods=_methods(request, "mlp", ("von-10", "vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")),
-        data_dir=request.data_dir,
-        points=14,
-    )
-    return draw_figures(figures, pool) | {
+    return draw_figures(_figures(request, "mlp", 800, ("von-10", *LEFT_OUT), points=14), pool) | {
         "title": "A small network",
         "description": "Two hidden layers of ten tanh units, λ = 1. The ELBO is estimated with 100 weight samples, the "
         "same noise for every method; its standard error is in the tables. The test log-loss averages 32 samples. "
