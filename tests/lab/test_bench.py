@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from vprop.lab.bench import clock, contenders, limits, memory, models, output, peers, show, step, sweep, train
+from vprop.lab.bench import clock, contenders, limits, memory, models, peers, show, step, sweep, train
 from vprop.lab.bench.contenders import Contender, Ready
 from vprop.lab.bench.errors import BenchError, Unavailable
 from vprop.lab.bench.tensors import Tensors
@@ -100,7 +100,7 @@ class TestStep:
 
     def test_plots_are_drawn_from_the_file(self, result, tmp_path):
         path = tmp_path / "result.json"
-        output.save(result, path)
+        path.write_text(json.dumps(result))
         done = bench("plot", path, "--out", tmp_path / "plots")
         assert done.exit_code == 0, done.output
         assert {p.name for p in (tmp_path / "plots").iterdir()} == {"result-parameters.png", "result-tensors.png"}

@@ -20,11 +20,13 @@ from vprop import metrics
 from vprop.baselines import exact_vi_logistic
 from vprop.lab.cli import app
 from vprop.lab.comparison import compare, cost, laplace, nuts, page, protocol, scores, table, tasks, training
-from vprop.lab.comparison.methods import BY_NAME, METHODS, at_edge, taking_part, tried
-from vprop.lab.comparison.tasks import FULL, SHORT, Spec, task, validation_split
+from vprop.lab.comparison.methods import BY_NAME, METHODS, taking_part
+from vprop.lab.comparison.tasks import FULL, SHORT, TableSpec, task, validation_split
 from vprop.lab.data import load
-from vprop.lab.experiments import sources
-from vprop.lab.experiments.reproduce import UsageError
+from vprop.lab.engine import run as engine
+from vprop.lab.engine import sources
+from vprop.lab.engine.grid import TUNING_SEED, at_edge, tried
+from vprop.lab.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 LOGREG, MLP, CNN = SHORT
@@ -91,7 +93,7 @@ class TestFairness:
         monkeypatch.setattr(torch.Tensor, "backward", lambda t, *a, **k: calls.append(1) or backward(t, *a, **k))
         method = BY_NAME[name]
         spec = CNN if "logreg" not in method.problems else LOGREG
-        result = training.execute(_run(spec, name))
+        result = _run(spec, name).execute()
         assert len(calls) == spec.gradients
         assert result["scores"]["nll"] is not None
 
@@ -105,12 +107,12 @@ class TestFairness:
     def test_settings_are_chosen_without_the_test_data(self, monkeypatch):
         """With other test data, and even without any, the scores that decide are the same."""
         run = dataclasses.replace(_run(LOGREG, "vprop-1"), part="tuning")
-        usual = training.execute(run)["scores"]
+        usual = run.execute()["scores"]
         data = load("breast_cancer")
         task.cache_clear()
         nothing = dataclasses.replace(data, test_x=None, test_y=None)
         monkeypatch.setattr(tasks, "load_data", lambda spec, data_dir: nothing)
-        assert training.execute(run)["scores"] == usual
+        assert run.execute()["scores"] == usual
         task.cache_clear()
 
     def test_the_number_of_rows_in_use_is_what_optimizers_are_told(self):
@@ -120,7 +122,7 @@ class TestFairness:
             assert optimizer.param_groups[0]["num_data"] == rows == work.num_data
 
     def test_reported_seeds_are_not_the_one_of_tuning(self):
-        assert all(spec.seeds <= protocol.TUNING_SEED for spec in (*FULL, *SHORT))
+        assert all(spec.seeds <= TUNING_SEED for spec in (*FULL, *SHORT))
 
     def test_a_choice_at_the_edge_of_the_grid_is_said(self):
         lrs = sorted({setting["lr"] for setting in BY_NAME["cvi"].grid})
@@ -129,19 +131,20 @@ class TestFairness:
 
     def test_the_best_setting_is_the_one_with_the_lowest_loss_and_never_one_that_diverged(self):
         grid = [{"lr": 0.1, "nll": 0.5}, {"lr": 0.2, "nll": None}, {"lr": 0.3, "nll": 0.4}]
-        assert protocol._best(grid) == {"lr": 0.3}
-        assert protocol._best([{"lr": 0.1, "nll": None}]) is None
+        assert protocol.LOSS.best(grid) == {"lr": 0.3}
+        assert protocol.LOSS.best([{"lr": 0.1, "nll": None}]) is None
 
     def test_step_sizes_fall_to_zero_and_batches_are_whole(self):
-        assert training.decayed(0, 100) == 1
-        assert training.decayed(99, 100) < 0.001
-        rows = list(training.batches(70, 32, 5, seed=0))
+        assert _run(LOGREG, "vprop-1").schedule == "cosine"
+        assert engine.SCHEDULES["cosine"](1, 100) == 1
+        assert engine.SCHEDULES["cosine"](100, 100) < 0.001
+        rows = list(engine.batches(70, 32, 5, seed=0))
         assert [len(batch) for batch in rows] == [32] * 5
         assert len(set(torch.cat(rows[:2]).tolist())) == 64
 
 
-def _run(spec: Spec, name: str) -> training.Run:
-    return training.Run(spec, "x", "final", name, tuple(sorted(BY_NAME[name].grid[0].items())), 0)
+def _run(spec: TableSpec, name: str) -> training.ScoredRun:
+    return training.ScoredRun.of(spec, "x", None, "final", BY_NAME[name], BY_NAME[name].grid[0], 0)
 
 
 class TestKeys:
@@ -150,7 +153,7 @@ class TestKeys:
         others = [
             dataclasses.replace(run, seed=1),
             dataclasses.replace(run, part="tuning"),
-            dataclasses.replace(run, method="cvi"),
+            dataclasses.replace(run, method=BY_NAME["cvi"]),
             dataclasses.replace(run, setting=()),
             dataclasses.replace(run, fingerprint="y"),
             dataclasses.replace(run, spec=dataclasses.replace(LOGREG, gradients=9)),
@@ -215,7 +218,7 @@ class TestVariances:
         work = task(spec, "final", None)
         model = work.model(0, 0.0)
         optimizer = BY_NAME["cvi"].build(model.parameters(), work, 0, {"lr": 0.1, "beta2": 0.98})
-        training.train(work, model, optimizer, 600, seed=0)
+        assert list(engine.train(work, model, optimizer, 32, 600, seed=0, schedule="cosine"))[-1] == 600
         exact = exact_vi_logistic(work.train_x, work.train_y, work.prior_precision)
         ratios = scores.ratio_quantiles(scores.flat(optimizer.posterior(model).variance), exact.variance)
         assert 0.8 < ratios["low"] <= ratios["high"] < 1.25
@@ -253,7 +256,7 @@ class TestCost:
     def test_of_adam_is_about_that_of_rmsprop_and_of_two_samples_more(self):
         """Bounds that a busy machine keeps: the timings of a pair are next to each other."""
         work = task(CNN, "final", None)
-        adam, pair = (cost.relative_cost(work, BY_NAME[name], 5) for name in ("adam", "vprop-2-centered"))
+        adam, pair = (cost.relative_cost(work, BY_NAME[name], CNN.batch, 5) for name in ("adam", "vprop-2-centered"))
         assert 0.2 < adam < 5
         assert pair > 1.2
         assert pair > adam
@@ -261,7 +264,7 @@ class TestCost:
     def test_every_method_of_a_task_is_measured(self):
         names = tuple(method.name for method in taking_part(task(LOGREG, "final", None)))
         spec = dataclasses.replace(LOGREG, timing_rounds=1)
-        ratios = cost.execute(cost.Cost(spec, "x", names))["ratios"]
+        ratios = cost.Cost(spec, "x", names).execute()["ratios"]
         assert tuple(ratios) == names
         assert all(ratio > 0 for ratio in ratios.values())
 
@@ -391,9 +394,9 @@ class TestTheCommand:
 
     @pytest.mark.parametrize("spec", [MLP, CNN], ids=["mlp", "cnn"])
     def test_networks_have_a_laplace_ratio(self, spec):
-        result = training.execute(_run(spec, "vprop-1"))
+        result = _run(spec, "vprop-1").execute()
         assert result["ratios"]["laplace"]["median"] > 0
-        assert "ratios" not in training.execute(_run(spec, "adam"))
+        assert "ratios" not in _run(spec, "adam").execute()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("what", ["mlp", "cnn"])
@@ -485,5 +488,5 @@ class TestWhatCanGoWrong:
     def test_a_request_for_all_without_numpyro_says_so(self, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "numpyro", None)
         console = Console(record=True, file=io.StringIO())
-        assert not compare._should_sample(LOGREG, compare.Request(tmp_path), console)
+        assert not compare._should_sample(LOGREG, compare.ComparisonRequest(tmp_path), console)
         assert 'pip install "vprop[nuts]"' in console.export_text()

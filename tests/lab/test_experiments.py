@@ -14,12 +14,25 @@ import torch
 from rich.console import Console
 
 import vprop as library
-from vprop.lab.experiments import curves, explore, filter, memory, pool, run, sources
+from vprop.lab.engine import pool, sources
+from vprop.lab.engine.binary import problem
+from vprop.lab.engine.grid import at_edge
+from vprop.lab.engine.store import Store, key_of, write_json
+from vprop.lab.experiments import curves, explore, filter, memory
 from vprop.lab.experiments.methods import BY_NAME, METHODS
-from vprop.lab.experiments.problem import problem
-from vprop.lab.experiments.store import Store, key_of, write_json
+from vprop.lab.experiments.run import CurveRun
 
-TINY = run.Run("logreg", "breast_cancer", "x", None, "vprop-2", (("beta2", 0.9), ("lr", 0.1)), 0, 20, 4)
+TINY = CurveRun(
+    fingerprint="x",
+    method=BY_NAME["vprop-2"],
+    setting=(("beta2", 0.9), ("lr", 0.1)),
+    seed=0,
+    gradients=20,
+    batch=None,
+    problem="logreg",
+    data="breast_cancer",
+    points=4,
+)
 
 
 @pytest.fixture
@@ -47,15 +60,15 @@ class TestFairness:
 
         monkeypatch.setattr(torch.Tensor, "backward", counted)
         method = BY_NAME[name]
-        kind = "mlp" if method.networks_only else "logreg"
+        kind = "logreg" if "logreg" in method.problems else "mlp"
         setting = tuple(sorted(method.grid[0].items()))
-        result = run.execute(replace(TINY, problem=kind, method=name, setting=setting, gradients=20))
+        result = replace(TINY, problem=kind, method=method, setting=setting, gradients=20).execute()
         drawn = 2 if name == "vprop-2-fisher" else 1  # gradients on drawn labels go through torch.autograd.grad
         assert len(calls) * drawn == result["passes"][-1]
         assert result["passes"][-1] == result["paper_passes"][-1] * method.gradients
 
     def test_passes_of_mini_batches(self):
-        result = run.execute(replace(TINY, batch=32, gradients=40))
+        result = replace(TINY, batch=32, gradients=40).execute()
         steps, per_step = 20, 32 / problem("logreg", "breast_cancer", None).num_data
         assert result["paper_passes"][-1] == pytest.approx(steps * per_step)
         assert result["passes"][-1] == pytest.approx(2 * steps * per_step)
@@ -66,40 +79,40 @@ class TestFairness:
         monkeypatch.setattr(task, "test_y", None)
         for name in ("vprop-2", "rmsprop", "vong-2-centered"):
             setting = tuple(sorted(BY_NAME[name].grid[1].items()))
-            assert math.isfinite(run.execute(replace(TINY, method=name, setting=setting, points=0))["score"])
+            assert math.isfinite(replace(TINY, method=BY_NAME[name], setting=setting, points=0).execute()["score"])
 
     def test_a_choice_at_the_edge_of_the_grid_is_said(self):
         method = BY_NAME["vprop-1"]
         lrs = sorted({setting["lr"] for setting in method.grid})
-        assert [curves._at_edge(method, {"lr": lr}) for lr in lrs] == [True, False, False, True]
-        assert not curves._at_edge(method, None)
+        assert [at_edge(method, {"lr": lr}) for lr in lrs] == [True, False, False, True]
+        assert not at_edge(method, None)
 
     def test_one_seed_has_no_spread(self):
         assert curves.over_seeds([[1.0, None]]) == {"mean": [1.0, None], "std": [None, None]}
         assert curves.over_seeds([[1.0, 2.0], [3.0, None]])["mean"] == [2.0, None]
 
     def test_the_best_setting_is_chosen_and_a_diverged_one_never(self):
-        base, method = replace(TINY, method="", setting=(), points=0), BY_NAME["vprop-1"]
-        keys = [replace(base, method=method.name, setting=tuple(sorted(s.items()))).key for s in method.grid]
+        grid = BY_NAME["vprop-1"].grid
         scores = [None, -5.0, -3.0, None, -9.0, -4.0, None, -8.0]
-        tuned = {key: {"score": score} for key, score in zip(keys, scores, strict=True)}
-        assert curves._best(base, method, tuned) == method.grid[2]
-        assert curves._best(base, method, {key: {"score": None} for key in keys}) is None
+        entries = [setting | {"score": score} for setting, score in zip(grid, scores, strict=True)]
+        assert curves.SCORE.best(entries) == grid[2]
+        assert curves.SCORE.best([setting | {"score": None} for setting in grid]) is None
 
 
 class TestRuns:
     def test_the_same_run_twice_is_the_same(self):
-        first, second = run.execute(TINY), run.execute(TINY)
+        first, second = TINY.execute(), TINY.execute()
         assert first["elbo"] == second["elbo"]
         assert first["log_loss"] == second["log_loss"]
 
     def test_seeds_differ(self):
-        assert run.execute(TINY)["elbo"] != run.execute(replace(TINY, seed=1))["elbo"]
+        assert TINY.execute()["elbo"] != replace(TINY, seed=1).execute()["elbo"]
 
     def test_a_diverging_run_has_none_and_no_exception(self):
-        result = run.execute(replace(TINY, method="bbvi", setting=(("lr", 1e30),), gradients=40))
+        diverging = replace(TINY, method=BY_NAME["bbvi"], setting=(("lr", 1e30),), gradients=40)
+        result = diverging.execute()
         assert result["elbo"][-1] is None
-        tuning = run.execute(replace(TINY, method="bbvi", setting=(("lr", 1e30),), gradients=40, points=0))
+        tuning = replace(diverging, points=0).execute()
         assert tuning["score"] is None
         json.dumps([result, tuning], allow_nan=False)
 
@@ -111,8 +124,10 @@ class TestRuns:
             replace(TINY, setting=(("beta2", 0.9), ("lr", 0.2))),
             replace(TINY, fingerprint="y"),
             replace(TINY, problem="mlp"),
+            replace(TINY, method=BY_NAME["vprop-1"]),
+            replace(TINY, schedule="cosine"),
         ]
-        assert len({TINY.key, *(entry.key for entry in other)}) == 7
+        assert len({TINY.key, *(entry.key for entry in other)}) == 9
         assert replace(TINY, data_dir=tmp_path).key == TINY.key
 
     def test_the_key_depends_on_the_code(self, tmp_path):
@@ -156,7 +171,7 @@ class TestRuns:
         task = problem("logreg", "breast_cancer", None)
         model = task.model(0)
         setting = {"lr": 0.1, "beta2": 0.9}
-        optimizer = BY_NAME["cvi-10"].build(model.parameters(), task.num_data, 1.0, 0, 0.02, **setting)
+        optimizer = BY_NAME["cvi-10"].build(model.parameters(), task, 0, setting)
         for _ in range(10):
             optimizer.step(task.objective(model, None))
         posterior = optimizer.posterior(model)
@@ -167,21 +182,21 @@ class TestRuns:
 class TestPool:
     def test_nothing_is_run_twice(self, workers, monkeypatch):
         jobs = [TINY, replace(TINY, seed=1)]
-        first = workers.run_all("Tiny", jobs, run.execute, key=lambda job: job.key)
+        first = workers.run_all("Tiny", jobs)
         monkeypatch.setattr(workers, "_run_waiting", lambda *_: pytest.fail("ran again"))
-        assert workers.run_all("Tiny", jobs, run.execute, key=lambda job: job.key) == first
+        assert workers.run_all("Tiny", jobs) == first
 
     def test_a_damaged_file_is_run_again(self, workers):
         key = TINY.key
-        first = workers.run_all("Tiny", [TINY], run.execute, key=lambda job: job.key)[key]
+        first = workers.run_all("Tiny", [TINY])[key]
         (workers.store.folder / f"{key}.json").write_text('{"half": ')
-        again = workers.run_all("Tiny", [TINY], run.execute, key=lambda job: job.key)[key]
+        again = workers.run_all("Tiny", [TINY])[key]
         assert again["elbo"] == first["elbo"]
 
     def test_a_failing_run_is_an_error_and_the_finished_ones_are_kept(self, workers):
         bad = replace(TINY, data="no-such-data")
         with pytest.raises(Exception, match="no-such-data"):
-            workers.run_all("Tiny", [TINY, bad], run.execute, key=lambda job: job.key)
+            workers.run_all("Tiny", [TINY, bad])
         assert workers.store.load(TINY.key) is not None
 
     def test_a_file_is_written_whole_or_not_at_all(self, tmp_path):
@@ -202,11 +217,11 @@ def test_memory_is_what_the_paper_says():
 class TestExplore:
     def test_newton_and_gradient_descent_stop_in_the_near_minimum(self):
         for label in ("Newton", "Gradient descent"):
-            end = explore.walk(explore.Walk(label, 0))["points"][-1]
+            end = explore.Walk(label, 0).execute()["points"][-1]
             assert math.dist(end, explore._nearest_minimum()) < 0.1
 
     def test_sampling_escapes(self):
-        ends = [explore.walk(explore.Walk("VON-1", seed))["points"][-1] for seed in range(5)]
+        ends = [explore.Walk("VON-1", seed).execute()["points"][-1] for seed in range(5)]
         assert sum(math.dist(end, explore.GLOBAL_MINIMUM) < explore.REACHED for end in ends) >= 4
 
     def test_the_global_minimum_is_one(self):
@@ -220,8 +235,7 @@ class TestExplore:
 def test_von_as_a_filter_is_the_kalman_filter():
     """For logistic regression the Hessian is the Fisher: one natural-gradient step per example is the EKF's update."""
     results = {
-        name: filter.run_pass(filter.Pass(name, "breast_cancer", "x", 0, examples=60))
-        for name in ("ekf", "von", "vong")
+        name: filter.Pass(name, "breast_cancer", "x", 0, examples=60).execute() for name in ("ekf", "von", "vong")
     }
     assert filter._distance(results["von"], results["ekf"]) < 1e-9
     torch.testing.assert_close(

@@ -11,7 +11,7 @@ import torch
 from vprop import CVI, IVON, VOGN, VON, MeanField, Vprop
 from vprop.baselines import exact_vi_logistic
 from vprop.lab.data import DataNotFound
-from vprop.lab.experiments.problem import problem
+from vprop.lab.engine.binary import problem
 
 EXACT = {"diagonal": -613.392, "full": -591.990}
 HERE = Path(__file__).resolve().parents[2].parent / "shared" / "data"

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vprop.lab.command import messages
+from vprop.lab.errors import Interrupted
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -85,16 +88,14 @@ def step(
             chosen = [contender for contender in chosen if contender.path != "compiled"]
         size, count = _size(place, params, tensors, quick)
         result = _result(place, {"params": size, "tensors": count, "dtype": "float32", "budget": budget})
-        with _status(console) as report:
+        with _shown(console, lambda: show.step_table(result, console)) as report:
             plan = Plan(place, 0.02 if quick else budget, report=report)
-            with _shown_when_interrupted(lambda: show.step_table(result, console)):
-                on = Tensors(size, count, place)
-                result["settings"]["params"] = on.numel
-                result["copy"] = measure(chosen, on, plan, result["rows"])
-                del on
-                if sweep:
-                    result["sweep"] = _sweep(Sweep(plan, sweep_minutes), place, count, quick)
-        show.step_table(result, console)
+            on = Tensors(size, count, place)
+            result["settings"]["params"] = on.numel
+            result["copy"] = measure(chosen, on, plan, result["rows"])
+            del on
+            if sweep:
+                result["sweep"] = _sweep(Sweep(plan, sweep_minutes), place, count, quick)
         if sweep:
             for along in ("parameters", "tensors"):
                 show.sweep_table(result["sweep"][along], along, console)
@@ -133,9 +134,8 @@ def memory(
         chosen = contenders.choose(only or [], contenders.for_memory())
         size, count = _size(place, params, tensors, quick, small=1e6)
         result = _result(place, {"params": size, "tensors": count, "dtype": "float32"})
-        with _status(console) as report, _shown_when_interrupted(lambda: show.memory_table(result, console)):
+        with _shown(console, lambda: show.memory_table(result, console)) as report:
             measure(chosen, size, count, Plan(place, report=report), result["rows"])
-        show.memory_table(result, console)
         _save(result, json, console)
 
 
@@ -156,28 +156,26 @@ def train(
     with _session(json) as console:
         from vprop.lab.bench import show
         from vprop.lab.bench.step import clean_up
-        from vprop.lab.bench.train import Plan, choose, measure
-        from vprop.lab.bench.training_sizes import TASKS
+        from vprop.lab.bench.train import Rounds, choose, measure
+        from vprop.lab.bench.training_sizes import sized_task
 
         place = _prepare(device, threads, json)
         names = choose(only or [])
         small = quick or place.type == "cpu"
-        plan = Plan(rounds or (2 if quick else 10), steps or (1 if small else 5))
-        settings = {"rounds": plan.rounds, "steps": plan.steps, "compiled": compile, "autocast": place.type == "cuda"}
+        plan = Rounds(rounds or (2 if quick else 10), steps or (1 if small else 5))
+        settings = {"rounds": plan.count, "steps": plan.steps, "compiled": compile, "autocast": place.type == "cuda"}
         result = _result(place, settings)
         del result["rows"]
         result["models"] = []
-        for kind in ("gpt", "resnet") if model is Model.ALL else (model.value,):
-            task, examples = TASKS[kind](place, batch, compile, quick)
-            count = sum(p.numel() for p in task.parameters())
-            entry: dict[str, Any] = {"model": kind, "params": count, "batch": examples, "rows": []}
-            result["models"].append(entry)
-            with _status(console) as report:
-                plan.report = report
+        with _shown(console, lambda: show.train_table(result, console)) as plan.report:
+            for kind in ("gpt", "resnet") if model is Model.ALL else (model.value,):
+                task, examples = sized_task(kind, place, batch, compile, quick)
+                count = sum(p.numel() for p in task.parameters())
+                entry: dict[str, Any] = {"model": kind, "params": count, "batch": examples, "rows": []}
+                result["models"].append(entry)
                 measure(task, names, plan, entry["rows"])
-            del task
-            clean_up()
-        show.train_table(result, console)
+                del task
+                clean_up()
         _save(result, json, console)
 
 
@@ -189,7 +187,7 @@ def page(
     results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("benchmarks/results"),
 ) -> None:
     """Make the tables of Markdown pages anew from result files."""
-    with _session(None) as console:
+    with _session() as console:
         from vprop.files import write_text
         from vprop.lab.bench.page import filled
 
@@ -204,9 +202,10 @@ def plot(
     out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("out/bench"),
 ) -> None:
     """Draw cost against parameters and against tensors, from result files."""
-    with _session(None) as console:
+    with _session() as console:
         from vprop.lab.bench.errors import BenchError
         from vprop.lab.bench.output import load
+        from vprop.lab.engine.store import require_writable
 
         results = [(path, load(path)) for path in files]
         for path, result in results:
@@ -218,10 +217,7 @@ def plot(
             from vprop.lab.bench.plot import draw
         except ImportError as error:
             raise BenchError(f'Plots need {error.name}: pip install "vprop[lab]".') from error
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BenchError(f"Cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
+        require_writable(out)
         for path, result in results:
             for made in draw(result, out, path.stem):
                 console.print(f"Plot: {made}", soft_wrap=True)
@@ -231,27 +227,24 @@ def plot(
 
 
 @contextmanager
-def _session(json: Path | None) -> Iterator[Console]:
+def _session(json: Path | None = None) -> Iterator[Console]:
     """Errors in a sentence, and a word about the file when it is interrupted."""
     from rich.console import Console
 
     from vprop.lab.bench.errors import BenchError, ran_out_of_memory
 
-    try:
-        yield Console() if sys.stdout.isatty() else Console(width=WIDTH)
-    except BenchError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
-    except (RuntimeError, MemoryError) as error:
-        if not ran_out_of_memory(error):
-            raise
-        typer.echo("Error: This does not fit into memory. Use fewer --params, or a smaller --batch.", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        typer.echo("Interrupted: " + ("nothing was written." if json is None else f"{json} was not written."), err=True)
-        sys.exit(130)
-    finally:
-        gc.unfreeze()
+    with messages(remedy=""):
+        try:
+            yield Console() if sys.stdout.isatty() else Console(width=WIDTH)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise BenchError("This does not fit into memory. Use fewer --params, or a smaller --batch.") from error
+        except KeyboardInterrupt:
+            what = "nothing was" if json is None else f"{json} was not"
+            raise Interrupted(f"Interrupted: {what} written.") from None
+        finally:
+            gc.unfreeze()
 
 
 def _prepare(device: Device | None, threads: int | None, json: Path | None) -> torch.device:
@@ -259,11 +252,12 @@ def _prepare(device: Device | None, threads: int | None, json: Path | None) -> t
     import torch
 
     from vprop.lab.bench.errors import BenchError
-    from vprop.lab.bench.output import require_writable
+    from vprop.lab.bench.output import require_file
 
     if device is Device.CUDA and not torch.cuda.is_available():
         raise BenchError("--device cuda: torch finds no CUDA device here. Use --device cpu.")
-    require_writable(json)
+    if json is not None:
+        require_file(json)
     if threads is not None:
         torch.set_num_threads(threads)
     gc.freeze()  # what is loaded by now need not be looked through after each contender
@@ -298,25 +292,20 @@ def _result(place: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _status(console: Console) -> Iterator[Callable[[str], None]]:
-    """A line that says what is being measured."""
-    with console.status("measuring") as status:
-        yield lambda text: status.update(f"measuring {text}")
-
-
-@contextmanager
-def _shown_when_interrupted(show: Callable[[], None]) -> Iterator[None]:
-    """What was measured before an interrupt is shown, and not written."""
+def _shown(console: Console, show: Callable[[], None]) -> Iterator[Callable[[str], None]]:
+    """A line that says what is being measured, and then the table; of what was measured before an interrupt, too."""
     try:
-        yield
+        with console.status("measuring") as status:
+            yield lambda text: status.update(f"measuring {text}")
     except KeyboardInterrupt:
         show()
         raise
+    show()
 
 
 def _save(result: dict[str, Any], json: Path | None, console: Console) -> None:
-    from vprop.lab.bench.output import save
+    from vprop.lab.engine.store import write_json
 
-    save(result, json)
     if json is not None:
+        write_json(json, result, indent=1)
         console.print(f"Result: {json}", soft_wrap=True)

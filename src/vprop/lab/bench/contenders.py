@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 import vprop
 from vprop.lab.bench import peers
 from vprop.lab.bench.clock import Call
-from vprop.lab.bench.errors import BenchError, Unavailable, first_line
+from vprop.lab.bench.errors import BenchError, Unavailable, first_line, matching
 from vprop.lab.bench.limits import TORCH, loop_bytes
 from vprop.lab.bench.tensors import Holder, Tensors, give
 
@@ -73,7 +73,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Method:
+class Variant:
     """An optimizer of this library with its arguments."""
 
     name: str
@@ -84,10 +84,10 @@ class Method:
 
 
 METHODS = (
-    Method("Vprop", vprop.Vprop),
-    Method("Vprop centred", vprop.Vprop, {"mc_samples": 2, "antithetic": True, "centered": True}, pair=True),
-    Method("IVON", vprop.IVON, momentum=True),
-    Method("Vadam", vprop.Vadam, {"hess_init": 1.0}, momentum=True),
+    Variant("Vprop", vprop.Vprop),
+    Variant("Vprop centred", vprop.Vprop, {"mc_samples": 2, "antithetic": True, "centered": True}, pair=True),
+    Variant("IVON", vprop.IVON, momentum=True),
+    Variant("Vadam", vprop.Vadam, {"hess_init": 1.0}, momentum=True),
 )
 PATHS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
@@ -98,7 +98,7 @@ PATHS: dict[str, dict[str, Any]] = {
 LOOPS = ("closure", "context", "attach")
 
 
-def _ours(method: Method, path: str, loop: str, wrap: Callable[[Call], Call] | None = None, **more: Any) -> Contender:
+def _ours(method: Variant, path: str, loop: str, wrap: Callable[[Call], Call] | None = None, **more: Any) -> Contender:
     """A method in a path and a loop; ``wrap`` compiles or captures what is called."""
 
     def build(tensors: Tensors) -> Ready:
@@ -272,13 +272,8 @@ def for_memory() -> list[Contender]:
 def choose(words: list[str], among: list[Contender] | None = None) -> list[Contender]:
     """Those whose name holds one of the words; all if there are none."""
     everybody = contenders() if among is None else among
-    if not words:
-        return everybody
-    for word in words:
-        if not any(word.lower() in contender.name.lower() for contender in everybody):
-            names = ", ".join(contender.name for contender in everybody)
-            raise BenchError(f"Invalid --only {word!r}: part of no contender's name. There are: {names}.")
-    return [c for c in everybody if any(word.lower() in c.name.lower() for word in words)]
+    names = matching(words, [contender.name for contender in everybody])
+    return [contender for contender in everybody if contender.name in names]
 
 
 def by_name(name: str) -> Contender:

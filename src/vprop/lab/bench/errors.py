@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from vprop.lab.errors import LabError
 
-class BenchError(Exception):
+
+class BenchError(LabError):
     """A request that cannot be met."""
 
 
 class Unavailable(Exception):
     """A contender that cannot take part here; the message says why."""
+
+
+def matching(words: list[str], names: list[str]) -> list[str]:
+    """The names that hold one of the words of ``--only``; all if there are none."""
+    for word in words:
+        if not any(word.lower() in name.lower() for name in names):
+            raise BenchError(f"Invalid --only {word!r}: part of no contender's name. There are: {', '.join(names)}.")
+    return [name for name in names if not words or any(word.lower() in name.lower() for word in words)]
 
 
 def first_line(error: BaseException) -> str:

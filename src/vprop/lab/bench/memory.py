@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vprop.lab.bench.contenders import Contender
+from vprop.lab.bench.contenders import Contender, by_name
 from vprop.lab.bench.errors import Unavailable
 from vprop.lab.bench.step import Plan, clean_up, describe
 from vprop.lab.bench.tensors import Tensors
@@ -119,7 +119,7 @@ def measure(chosen: list[Contender], params: float, tensors: int, plan: Plan, ro
 
 
 def _in_a_process(contender: Contender, params: float, tensors: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "vprop.lab.bench.memory_child"]
+    command = [sys.executable, "-m", "vprop.lab.bench.memory"]
     arguments = [contender.name, str(params), str(tensors), str(torch.get_num_threads())]
     done = subprocess.run([*command, *arguments], env=child_environment(), capture_output=True, text=True)
     if done.returncode < 0:
@@ -147,3 +147,17 @@ def measure_resident(contender: Contender, params: float, tensors: int) -> dict[
             stage()
     del ready, small
     return extra(contender, Tensors(params, tensors, device), ResidentMeter())
+
+
+def main(name: str, params: str, tensors: str, threads: str) -> None:
+    """The process of one contender: prints one line of JSON."""
+    torch.set_num_threads(int(threads))
+    try:
+        found = measure_resident(by_name(name), float(params), int(tensors))
+    except Unavailable as reason:
+        found = {"reason": str(reason)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

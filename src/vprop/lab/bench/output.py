@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,15 @@ import torch
 
 from vprop.lab.bench import peers
 from vprop.lab.bench.errors import BenchError
+from vprop.lab.engine.store import require_writable
 from vprop.lab.environment import environment
-from vprop.lab.experiments.store import write_json
 
 
-def require_writable(path: Path | None) -> None:
+def require_file(path: Path) -> None:
     """Refuse a file that could not be written, before anything is measured."""
-    if path is None:
-        return
     if path.is_dir():
         raise BenchError(f"Cannot write to {path}: it is a folder. Choose a file with --json.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise BenchError(f"Cannot write to {path}: {error.strerror}. Choose another file with --json.") from error
+    require_writable(path.parent, path, "Choose another file with --json.")
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
@@ -44,12 +36,6 @@ def _processor() -> str | None:
     except OSError:
         return None
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
-
-
-def save(result: dict[str, Any], path: Path | None) -> None:
-    """Write the whole result at once."""
-    if path is not None:
-        write_json(path, result, indent=1)
 
 
 def load(path: Path) -> dict[str, Any]:

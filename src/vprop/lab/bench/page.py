@@ -12,39 +12,41 @@ with the rows of the results file that it shows, in their order; all of them wit
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from vprop.lab import markdown
 from vprop.lab.bench.errors import BenchError
-from vprop.lab.bench.show import NOTHING, number, seconds
-
-_TABLE = re.compile(r"(<!-- bench ([\w.-]+)(?:#(\w+))?(?:: (.*?))? -->\n).*?(<!-- end -->)", flags=re.S)
+from vprop.lab.bench.show import NOTHING, gibibytes, number, seconds, sweep_cells
 
 
 def filled(text: str, results: Path) -> str:
     """The page with its tables made anew from the files in a folder."""
 
-    def table(found: re.Match[str]) -> str:
-        begin, file, part, names, end = found.groups()
+    def draw(place: str) -> str:
+        source, _, names = place.partition(": ")
+        file, _, part = source.partition("#")
         path = results / file
         if not path.exists():
             raise BenchError(f"The page asks for {file}, which is not in {results}.")
-        wanted = names.split(", ") if names else []
-        return begin + "\n".join(_lines(json.loads(path.read_text()), part, wanted)) + "\n" + end
+        return _table(json.loads(path.read_text()), part, names.split(", ") if names else [])
 
-    return _TABLE.sub(table, text)
+    return markdown.filled(text, "bench", draw)
 
 
-def _lines(result: dict[str, Any], part: str | None, wanted: list[str]) -> list[str]:
+def _table(result: dict[str, Any], part: str, wanted: list[str]) -> str:
     if "models" in result:
         return _training(next(model for model in result["models"] if model["model"] == part), wanted)
-    if part is not None:
-        return _sweep(result["sweep"][part], part, wanted)
+    if part:
+        points = sweep_cells(result["sweep"][part], wanted)
+        places = (number(params) if part == "parameters" else f"{tensors:,}" for params, tensors in points)
+        cells = [[place, *cells] for place, cells in zip(places, points.values(), strict=True)]
+        return _markdown([part, *wanted], cells)
     rows = _chosen(result["rows"], wanted)
     if "steady" in rows[0]:
-        return _table(["", "steady", "at most"], [[r["name"], f"{r['steady']:.2f}", f"{r['peak']:.2f}"] for r in rows])
-    return _table(
+        cells = [[row["name"], f"{row['steady']:.2f}", f"{row['peak']:.2f}"] for row in rows]
+        return _markdown(["", "steady", "at most"], cells)
+    return _markdown(
         ["", "time", "× RMSprop", "bytes per parameter", "× limit"],
         [
             [
@@ -59,24 +61,12 @@ def _lines(result: dict[str, Any], part: str | None, wanted: list[str]) -> list[
     )
 
 
-def _training(model: dict[str, Any], wanted: list[str]) -> list[str]:
+def _training(model: dict[str, Any], wanted: list[str]) -> str:
     rows = []
     for row in _chosen(model["rows"], wanted):
-        peak = row.get("peak_bytes")
         ratio = f"{row['ratio']['median']:.3f} ({row['ratio']['low']:.3f}–{row['ratio']['high']:.3f})"
-        memory = NOTHING if peak is None else f"{peak / 2**30:.2f} GiB"
-        rows.append([row["name"], seconds(row["time"]["median"]), ratio, memory])
-    return _table(["", "time", "× AdamW fused (quartiles)", "peak memory"], rows)
-
-
-def _sweep(rows: list[dict[str, Any]], along: str, wanted: list[str]) -> list[str]:
-    key = "params" if along == "parameters" else "tensors"
-    table = []
-    for value in dict.fromkeys(row[key] for row in rows):
-        here = {row["name"]: row for row in rows if row[key] == value and row.get("available")}
-        cells = [seconds((here[n]["wall"] or here[n]["time"])["median"]) if n in here else NOTHING for n in wanted]
-        table.append([number(value) if key == "params" else f"{value:,}", *cells])
-    return _table([along, *wanted], table)
+        rows.append([row["name"], seconds(row["time"]["median"]), ratio, gibibytes(row.get("peak_bytes"))])
+    return _markdown(["", "time", "× AdamW fused (quartiles)", "peak memory"], rows)
 
 
 def _chosen(rows: list[dict[str, Any]], wanted: list[str]) -> list[dict[str, Any]]:
@@ -87,6 +77,5 @@ def _chosen(rows: list[dict[str, Any]], wanted: list[str]) -> list[dict[str, Any
     return [there[name] for name in wanted] if wanted else list(there.values())
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    return markdown.table(head, rows, align="---:")

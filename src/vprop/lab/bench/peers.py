@@ -95,16 +95,8 @@ def _pyro(tensors: Tensors) -> tuple[Call, Call]:
         loss=infer.Trace_ELBO(),
     )
     weights = tensors.parameters()
-
-    def plain() -> None:
-        for weight in weights:
-            weight.grad = None
-        loss = torch.zeros((), device=tensors.device)
-        for weight, grad in zip(weights, tensors.grads, strict=True):
-            loss = loss + torch.dot(weight, grad)
-        loss.backward()
-
-    return svi.step, plain
+    gradient_of = dict(zip(weights, tensors.grads, strict=True))
+    return svi.step, _plain(weights, lambda weight: torch.dot(weight, gradient_of[weight]))
 
 
 def _bayesian_torch(tensors: Tensors) -> tuple[Call, Call]:
@@ -126,16 +118,20 @@ def _bayesian_torch(tensors: Tensors) -> tuple[Call, Call]:
         optimizer.step()
 
     weights = [nn.Parameter(weight.view(outputs, inputs)) for weight in tensors.weights]
+    return call, _plain(weights, lambda weight: nn.functional.linear(one, weight).sum())
 
-    def plain() -> None:
+
+def _plain(weights: list[nn.Parameter], loss_of: Callable[[nn.Parameter], torch.Tensor]) -> Call:
+    """Forward and backward of plain weights, which is not counted."""
+
+    def call() -> None:
+        loss = torch.zeros((), device=weights[0].device)
         for weight in weights:
             weight.grad = None
-        loss = torch.zeros((), device=tensors.device)
-        for weight in weights:
-            loss = loss + nn.functional.linear(one, weight).sum()
+            loss = loss + loss_of(weight)
         loss.backward()
 
-    return call, plain
+    return call
 
 
 PEERS = (

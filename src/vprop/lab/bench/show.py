@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -37,25 +38,41 @@ def number(value: float) -> str:
     return f"{value:g}"
 
 
-def _spread(time: dict[str, float] | None) -> str:
-    if time is None:
+def _spread(values: dict[str, float] | None, shown: Callable[[float], str] = seconds, unit: str = "") -> str:
+    """The median, and the quartiles beside it."""
+    if values is None:
         return NOTHING
-    return f"{seconds(time['median'])} [dim]({seconds(time['low'])}–{seconds(time['high'])})[/dim]"
+    return f"{shown(values['median'])}{unit} [dim]({shown(values['low'])}–{shown(values['high'])})[/dim]"
 
 
 def _times(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2f}×"
 
 
+def gibibytes(size: int | None) -> str:
+    """A size of memory; none where nobody measured it."""
+    return NOTHING if size is None else f"{size / 2**30:.2f} GiB"
+
+
+def sweep_cells(rows: list[dict[str, Any]], names: list[str]) -> dict[tuple[int, int], list[str]]:
+    """The times of the contenders at each point (parameters, tensors) of a sweep."""
+    points: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in rows:
+        point = points.setdefault((row["params"], row["tensors"]), {})
+        if row["available"]:
+            point[row["name"]] = row["wall"] or row["time"]
+    return {
+        point: [seconds(times[name]["median"]) if name in times else NOTHING for name in names]
+        for point, times in points.items()
+    }
+
+
 def step_table(result: dict[str, Any], console: Console) -> None:
     """Times of one step, with ratios and limits."""
     settings, on_gpu = result["settings"], result["environment"]["device"] == "cuda"
     title = f"sample + step: {number(settings['params'])} float32 parameters in {settings['tensors']:,} tensors"
-    table = Table(title=f"{title}, {where(result)}", title_justify="left", header_style="bold")
-    table.add_column("contender", no_wrap=True)
     heads = ["GPU time (quartiles)", "wall time", "× RMSprop"] if on_gpu else ["time (quartiles)", "× RMSprop"]
-    for head in [*heads, "B/param", "× limit"]:
-        table.add_column(head, justify="right", no_wrap=True)
+    table = _table(f"{title}, {where(result)}", [*heads, "B/param", "× limit"])
     family = None
     for row in result["rows"]:
         if not row["available"]:
@@ -78,27 +95,22 @@ def step_table(result: dict[str, Any], console: Console) -> None:
 
 def sweep_table(rows: list[dict[str, Any]], along: str, console: Console) -> None:
     """Times along a sweep, a column for each contender."""
-    rows = [row for row in rows if row["available"]]
-    if not rows:
-        return
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    table = Table(title=f"sample + step against the number of {along}", title_justify="left", header_style="bold")
-    for name in ("parameters", "tensors", *names):
-        table.add_column(name, justify="right")
-    for point in dict.fromkeys((row["params"], row["tensors"]) for row in rows):
-        times = {row["name"]: row["wall"] or row["time"] for row in rows if (row["params"], row["tensors"]) == point}
-        cells = [seconds(times[name]["median"]) if name in times else NOTHING for name in names]
-        table.add_row(number(point[0]), f"{point[1]:,}", *cells)
-    console.print(table)
+    names = list(dict.fromkeys(row["name"] for row in rows if row["available"]))
+    if names:
+        table = Table(title=f"sample + step against the number of {along}", title_justify="left", header_style="bold")
+        for head in ("parameters", "tensors", *names):
+            table.add_column(head, justify="right")
+        for (params, tensors), cells in sweep_cells(rows, names).items():
+            table.add_row(number(params), f"{tensors:,}", *cells)
+        console.print(table)
 
 
 def memory_table(result: dict[str, Any], console: Console) -> None:
     """Extra memory in parameter-sizes."""
     settings = result["settings"]
     title = f"memory beyond weights and gradients, in sizes of the {number(settings['params'])} float32 parameters"
-    table = Table(title=f"{title} ({settings['tensors']:,} tensors), {where(result)}", title_justify="left")
-    for head, justify in (("contender", "left"), ("steady", "right"), ("peak", "right"), ("peak of each part", "left")):
-        table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table = _table(f"{title} ({settings['tensors']:,} tensors), {where(result)}", ["steady", "peak"])
+    table.add_column("peak of each part", no_wrap=True)
     for row in result["rows"]:
         if row["available"]:
             several = len(row["peaks"]) > 1
@@ -112,25 +124,23 @@ def train_table(result: dict[str, Any], console: Console) -> None:
     """Whole training steps."""
     for model in result["models"]:
         title = f"training step: {model['model']}, {number(model['params'])} parameters, batch of {model['batch']}"
-        table = Table(title=f"{title}, {where(result)}", title_justify="left", header_style="bold")
-        table.add_column("contender", no_wrap=True)
-        for head in ("time (quartiles)", "× AdamW fused (quartiles)", "peak memory"):
-            table.add_column(head, justify="right", no_wrap=True)
+        heads = ["time (quartiles)", "× AdamW fused (quartiles)", "peak memory"]
+        table = _table(f"{title}, {where(result)}", heads)
         for row in model["rows"]:
             if row["available"]:
-                peak = row["peak_bytes"]
-                ratio = _ratio(row["ratio"])
-                table.add_row(
-                    row["name"], _spread(row["time"]), ratio, NOTHING if peak is None else f"{peak / 2**30:.2f} GiB"
-                )
+                ratio = _spread(row["ratio"], lambda value: f"{value:.3f}", "×")
+                table.add_row(row["name"], _spread(row["time"]), ratio, gibibytes(row["peak_bytes"]))
         console.print(table)
         _absent(model["rows"], console)
 
 
-def _ratio(ratio: dict[str, float] | None) -> str:
-    if ratio is None:
-        return NOTHING
-    return f"{ratio['median']:.3f}× [dim]({ratio['low']:.3f}–{ratio['high']:.3f})[/dim]"
+def _table(title: str, heads: list[str]) -> Table:
+    """Contenders on the left, figures on the right."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("contender", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
 
 
 def where(result: dict[str, Any]) -> str:

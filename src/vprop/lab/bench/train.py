@@ -14,7 +14,7 @@ import vprop
 from vprop.lab.bench import peers
 from vprop.lab.bench.clock import Clock, Spread
 from vprop.lab.bench.contenders import EXPECTED, TINY
-from vprop.lab.bench.errors import BenchError, Unavailable, first_line
+from vprop.lab.bench.errors import Unavailable, first_line, matching
 from vprop.lab.bench.models import Task
 from vprop.lab.bench.step import clean_up
 
@@ -22,10 +22,10 @@ REFERENCE = "AdamW fused"
 
 
 @dataclass
-class Plan:
+class Rounds:
     """How much to measure."""
 
-    rounds: int
+    count: int
     steps: int
     """Timed in a row, after one that is not."""
     report: Callable[[str], None] = field(default=lambda text: None)
@@ -139,16 +139,11 @@ CONTENDERS: dict[str, Callable[[Task], Trainer]] = {
 
 def choose(words: list[str]) -> list[str]:
     """Those whose name holds one of the words, and the reference; all if there are none."""
-    for word in words:
-        if not any(word.lower() in name.lower() for name in CONTENDERS):
-            raise BenchError(
-                f"Invalid --only {word!r}: part of no contender's name. There are: {', '.join(CONTENDERS)}."
-            )
-    wanted = [name for name in CONTENDERS if not words or any(word.lower() in name.lower() for word in words)]
+    wanted = matching(words, list(CONTENDERS))
     return wanted if REFERENCE in wanted else [REFERENCE, *wanted]
 
 
-def measure(task: Task, names: list[str], plan: Plan, rows: list[dict[str, Any]]) -> None:
+def measure(task: Task, names: list[str], plan: Rounds, rows: list[dict[str, Any]]) -> None:
     """Add a row for each contender to ``rows``: memory one by one, then times in turns."""
     device = next(task.parameters()).device
     found: dict[str, dict[str, Any]] = {}
@@ -190,12 +185,12 @@ def _alone(build: Callable[[Task], Trainer], task: Task, device: torch.device) -
     return {"available": True, "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None}
 
 
-def _in_rounds(trainers: dict[str, Trainer], clock: Clock, plan: Plan) -> dict[str, list[float]]:
+def _in_rounds(trainers: dict[str, Trainer], clock: Clock, plan: Rounds) -> dict[str, list[float]]:
     """Seconds per step, one number for each round; each round begins with another contender."""
     names = list(trainers)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(plan.rounds):
-        plan.report(f"round {number + 1} of {plan.rounds}")
+    for number in range(plan.count):
+        plan.report(f"round {number + 1} of {plan.count}")
         first = number % max(1, len(names))
         for name in names[first:] + names[:first]:
             trainer = trainers[name]

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vprop.lab.bench.models import GPTSize, ResNetSize, Task, gpt_task, resnet_task
 
 SMALL_GPT = GPTSize(layers=4, heads=4, width=128, vocabulary=1024, context=128)
 TINY_GPT = GPTSize(layers=2, heads=2, width=32, vocabulary=64, context=16)
+RESNET_18 = ResNetSize(blocks=(2, 2, 2, 2), bottleneck=False)
 SMALL_RESNET = ResNetSize(blocks=(2, 2, 2, 2), width=16, bottleneck=False, pixels=64, classes=10)
 TINY_RESNET = ResNetSize(blocks=(1, 1), width=8, bottleneck=False, pixels=32, classes=10)
 
-
-def _gpt(device: torch.device, batch: int | None, compiled: bool, quick: bool) -> tuple[Task, int]:
-    size, usual = GPTSize(), 32
-    if device.type == "cpu":
-        size, usual = (TINY_GPT, 2) if quick else (SMALL_GPT, 8)
-    elif quick:
-        size, usual = SMALL_GPT, 8
-    return gpt_task(size, batch or usual, device, compiled), batch or usual
-
-
-def _resnet(device: torch.device, batch: int | None, compiled: bool, quick: bool) -> tuple[Task, int]:
-    size, usual = ResNetSize(), 256
-    if device.type == "cpu":
-        size, usual = (TINY_RESNET, 2) if quick else (SMALL_RESNET, 16)
-    elif quick:
-        size, usual = ResNetSize(blocks=(2, 2, 2, 2), bottleneck=False), 32
-    return resnet_task(size, batch or usual, device, compiled), batch or usual
+# (device, in a hurry) → a size, and the examples in a batch
+GPT_SIZES = {
+    ("cuda", False): (GPTSize(), 32),
+    ("cuda", True): (SMALL_GPT, 8),
+    ("cpu", False): (SMALL_GPT, 8),
+    ("cpu", True): (TINY_GPT, 2),
+}
+RESNET_SIZES = {
+    ("cuda", False): (ResNetSize(), 256),
+    ("cuda", True): (RESNET_18, 32),
+    ("cpu", False): (SMALL_RESNET, 16),
+    ("cpu", True): (TINY_RESNET, 2),
+}
 
 
-TASKS: dict[str, Callable[[torch.device, int | None, bool, bool], tuple[Task, int]]] = {"gpt": _gpt, "resnet": _resnet}
+def sized_task(model: str, device: torch.device, batch: int | None, compiled: bool, quick: bool) -> tuple[Task, int]:
+    """A model with a batch of data, and how many examples that has."""
+    if model == "gpt":
+        gpt, usual = GPT_SIZES[device.type, quick]
+        return gpt_task(gpt, batch or usual, device, compiled), batch or usual
+    resnet, usual = RESNET_SIZES[device.type, quick]
+    return resnet_task(resnet, batch or usual, device, compiled), batch or usual

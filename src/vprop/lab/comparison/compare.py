@@ -12,39 +12,29 @@ from vprop.files import write_text
 from vprop.lab.comparison import nuts
 from vprop.lab.comparison.page import load_results, new_page, places, with_tables
 from vprop.lab.comparison.protocol import compare
-from vprop.lab.comparison.tasks import FULL, SHORT, Spec, load_data
+from vprop.lab.comparison.tasks import FULL, SHORT, TableSpec, load_data
 from vprop.lab.data import DataNotFound
-from vprop.lab.experiments.pool import Pool
-from vprop.lab.experiments.problem import fingerprint
-from vprop.lab.experiments.reproduce import UsageError, require_writable
-from vprop.lab.experiments.store import Store, write_json
+from vprop.lab.engine.pool import Pool
+from vprop.lab.engine.problem import fingerprint
+from vprop.lab.engine.request import Request
+from vprop.lab.engine.store import write_json
+from vprop.lab.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Request:
+@dataclass
+class ComparisonRequest(Request):
     """What the user asked for."""
 
-    out: Path
     page: Path | None = None
-    data_dir: Path | None = None
-    workers: int = 0
-    short: bool = False
 
-    @property
-    def results(self) -> Path:
-        """Where results are written to and tables are drawn from."""
-        return self.out / "results"
-
-    def specs(self, what: str) -> tuple[Spec, ...]:
+    def specs(self, what: str) -> tuple[TableSpec, ...]:
         """The tasks that are meant."""
         problem = "logreg" if what == "nuts" else what
         return tuple(spec for spec in (SHORT if self.short else FULL) if problem in ("all", spec.problem))
 
 
-def run(what: str, request: Request, console: Console) -> Path:
+def run(what: str, request: ComparisonRequest, console: Console) -> Path:
     """Run what was asked for, and draw the tables of all results that are there."""
-    if request.workers < 0:
-        raise UsageError(f"Invalid --workers {request.workers}: must be at least 0. 0 is one process per core.")
     if request.page is not None and not request.page.is_file():
         raise UsageError(f"There is no page {request.page}: leave out --page, and OUT/tables.md is written.")
     if request.page is not None and not places(request.page.read_text(encoding="utf-8")):
@@ -53,7 +43,7 @@ def run(what: str, request: Request, console: Console) -> Path:
         )
     if what != "table":
         _prepare(what, request)
-        pool = Pool(Store(request.out / "runs"), console, request.workers)
+        pool = request.pool(console)
         for spec in request.specs("nuts") if what in ("nuts", "all") else ():
             if what == "nuts" or _should_sample(spec, request, console):
                 _sample(spec, request, pool)
@@ -66,7 +56,7 @@ def run(what: str, request: Request, console: Console) -> Path:
     return draw(request, console)
 
 
-def draw(request: Request, console: Console) -> Path:
+def draw(request: ComparisonRequest, console: Console) -> Path:
     """The tables, from results on disk: nothing is trained."""
     results = load_results(request.results)
     if not results:
@@ -83,11 +73,11 @@ def draw(request: Request, console: Console) -> Path:
     return target
 
 
-def _prepare(what: str, request: Request) -> None:
+def _prepare(what: str, request: ComparisonRequest) -> None:
     """Refuse what cannot work before anything is run."""
     if what == "nuts":
         nuts.require()
-    require_writable(request.out)
+    request.check()
     try:
         for spec in request.specs(what):
             load_data(spec, request.data_dir)
@@ -95,7 +85,7 @@ def _prepare(what: str, request: Request) -> None:
         raise UsageError(f"{error} With --short no file is needed.") from error
 
 
-def _should_sample(spec: Spec, request: Request, console: Console) -> bool:
+def _should_sample(spec: TableSpec, request: ComparisonRequest, console: Console) -> bool:
     """Whether it was not done before and can be done here; `all` does without it otherwise."""
     if nuts.load(request.results, spec, _fingerprint(spec, request)) is not None:
         return False
@@ -105,18 +95,19 @@ def _should_sample(spec: Spec, request: Request, console: Console) -> bool:
     return nuts.installed()
 
 
-def _fingerprint(spec: Spec, request: Request) -> str:
+def _fingerprint(spec: TableSpec, request: ComparisonRequest) -> str:
     return fingerprint(load_data(spec, request.data_dir))
 
 
-def _sample(spec: Spec, request: Request, pool: Pool) -> None:
+def _sample(spec: TableSpec, request: ComparisonRequest, pool: Pool) -> None:
     little = {"warmup": 50, "draws": 50} if request.short else {}
     job = nuts.Sampling(spec, _fingerprint(spec, request), data_dir=request.data_dir, **little)
-    result = pool.run_all(f"{spec.name}: NUTS", [job], nuts.execute, key=lambda job: job.key)[job.key]
+    result = pool.run_all(f"{spec.name}: NUTS", [job])[job.key]
+    del result["job"]
     if not request.short:
         nuts.check(result)
     write_json(request.results / f"nuts-{spec.name}.json", _command("nuts", request) | result, indent=1)
 
 
-def _command(what: str, request: Request) -> dict[str, Any]:
+def _command(what: str, request: ComparisonRequest) -> dict[str, Any]:
     return {"command": f"vprop compare {what}" + (" --short" if request.short else "")}

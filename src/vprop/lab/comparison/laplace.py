@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop.curvature import HessianDiagonal, PerExampleGaussNewton
-from vprop.lab.comparison.tasks import Task
+from vprop.lab.engine.problem import Problem
 from vprop.noise import Draw
 
 CURVATURE = {"mlp": "exact Hessian diagonal", "cnn": "Gauss–Newton diagonal (squared gradients of single examples)"}
@@ -15,11 +15,11 @@ CURVATURE = {"mlp": "exact Hessian diagonal", "cnn": "Gauss–Newton diagonal (s
 _CHUNK = 250
 
 
-def laplace_variance(task: Task, model: nn.Module) -> Tensor:
+def laplace_variance(task: Problem, model: nn.Module) -> Tensor:
     """1/(N·h+λ) for each weight, h ≥ 0 the curvature of the mean loss over all training data at the model's weights."""
     # Neither estimator draws anything, but they are told where they could.
     draw = Draw(seed=0, parameter=0, step=0)
-    estimator = HessianDiagonal(_CHUNK) if task.spec.problem == "mlp" else PerExampleGaussNewton(_CHUNK)
+    estimator = HessianDiagonal(_CHUNK) if task.name == "mlp" else PerExampleGaussNewton(_CHUNK)
     blocks = estimator.observe(task.objective(model), dict(model.named_parameters()), draw)
     hess = torch.cat([block.detach().double().flatten() for block in blocks]).clamp_min(0)
     return 1 / (task.num_data * hess + task.prior_precision)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
+from vprop.lab import markdown
 from vprop.lab.comparison.table import table
-from vprop.lab.experiments.reproduce import UsageError
-
-_PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+from vprop.lab.engine.store import read_json
+from vprop.lab.errors import UsageError
 
 NOT_RUN = "*Not run yet.*\n"
 
@@ -22,10 +20,8 @@ def load_results(folder: Path) -> dict[str, dict[str, Any]]:
         if path.name.startswith("nuts-"):
             continue
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
+            result = read_json(path, "vprop compare")
             table(result)
-        except ValueError as error:
-            raise UsageError(f"{path} is no JSON file ({error}): run `vprop compare` for it again.") from error
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise UsageError(
                 f"{path} is no result of this version of `vprop compare` ({type(error).__name__}: {error}): run it "
@@ -37,17 +33,12 @@ def load_results(folder: Path) -> dict[str, dict[str, Any]]:
 
 def with_tables(text: str, results: dict[str, dict[str, Any]]) -> str:
     """``text`` with each table between `<!-- table: NAME -->` and `<!-- end -->` drawn anew."""
-
-    def draw(place: re.Match[str]) -> str:
-        result = results.get(place[2])
-        return place[1] + (NOT_RUN if result is None else table(result)) + place[3]
-
-    return _PLACE.sub(draw, text)
+    return markdown.filled(text, "table", lambda name: table(results[name]) if name in results else NOT_RUN)
 
 
 def places(text: str) -> list[str]:
     """The names of the tables that ``text`` has a place for."""
-    return [name for _, name, _ in _PLACE.findall(text)]
+    return markdown.places(text, "table")
 
 
 def new_page(results: dict[str, dict[str, Any]]) -> str:

@@ -5,55 +5,52 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vprop.lab.comparison import cost, nuts, references, training
-from vprop.lab.comparison.methods import BY_NAME, MOMENTUM, Method, Setting, at_edge, taking_part, tried
+from vprop.lab.comparison import nuts, references
+from vprop.lab.comparison.cost import Cost
+from vprop.lab.comparison.methods import MOMENTUM, taking_part
 from vprop.lab.comparison.scores import METRICS, QUANTILES, ratio_quantiles
-from vprop.lab.comparison.tasks import VALIDATION_SHARE, Spec, load_data, task
-from vprop.lab.comparison.training import Run
+from vprop.lab.comparison.tasks import VALIDATION_SHARE, TableSpec, load_data, task
+from vprop.lab.comparison.training import ScoredRun
+from vprop.lab.engine.grid import TUNING_SEED, Choice, Criterion, at_edge, choose, mean_and_std, repeat, tried
+from vprop.lab.engine.job import Job
+from vprop.lab.engine.method import Method
+from vprop.lab.engine.pool import Pool
+from vprop.lab.engine.problem import fingerprint
 from vprop.lab.environment import environment
-from vprop.lab.experiments.pool import Pool
-from vprop.lab.experiments.problem import fingerprint
 
-TUNING_SEED = 1000
-"""Settings are chosen on a seed of their own, so that no reported run was chosen for being lucky."""
-
-Results = dict[str, dict[str, Any]]
+LOSS = Criterion("nll", lambda result: result["scores"]["nll"], lowest=True)
+"""Settings are chosen by the log-loss on training rows that were held out."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One task with its methods and its data."""
-
-    spec: Spec
-    data_dir: Path | None
-    fingerprint: str
-    methods: tuple[Method, ...]
-
-    def run(self, method: Method, setting: Setting, seed: int, final: bool) -> Run:
-        """A training run of this task."""
-        part = "final" if final else "tuning"
-        items = tuple(sorted(setting.items()))
-        return Run(self.spec, self.fingerprint, part, method.name, items, seed, self.data_dir)  # type: ignore[arg-type]
-
-
-def compare(spec: Spec, pool: Pool, data_dir: Path | None, folder: Path) -> dict[str, Any]:
+def compare(spec: TableSpec, pool: Pool, data_dir: Path | None, folder: Path) -> dict[str, Any]:
     """Everything of one table. ``folder`` is where results are, those of NUTS among them."""
-    data = load_data(spec, data_dir)
-    work = task(spec, "final", data_dir)
-    comparison = Comparison(spec, data_dir, fingerprint(data), taking_part(work))
-    grids = _choose(comparison, pool)
-    chosen = {name: _best(grid) for name, grid in grids.items()}
-    runs, exact = _train(comparison, chosen, pool)
-    sampled = nuts.load(folder, spec, comparison.fingerprint)
-    names = tuple(method.name for method in comparison.methods)
-    timing = cost.Cost(spec, comparison.fingerprint, names, data_dir)
-    costs = pool.run_all(f"{spec.name}: cost of a step", [timing], cost.execute, key=_key)[timing.key]
+    work, print_of = task(spec, "final", data_dir), fingerprint(load_data(spec, data_dir))
+    methods, run = taking_part(work), partial(ScoredRun.of, spec, print_of, data_dir)
+    tries = {
+        method.name: [run("tuning", method, setting, TUNING_SEED) for setting in tried(method, spec.settings)]
+        for method in methods
+    }
+    choices = choose(pool, f"{spec.name}: settings", tries, LOSS)
+    # Seed 0 is for trying things out, so that what is decided by looking is not decided by these.
+    seeds = range(1, 1 + spec.seeds)
+    jobs: dict[str, list[Job]] = {
+        method.name: [run("final", method, setting, seed) for seed in seeds]
+        if (setting := choices[method.name].chosen) is not None
+        else []
+        for method in methods
+    }
+    exact_job = references.Exact(spec, print_of, data_dir=data_dir)
+    results = repeat(pool, f"{spec.name}: seeds", jobs | {"exact": [exact_job] if spec.problem == "logreg" else []})
+    exact = results["exact"][0]["answers"] if results["exact"] else None
+    sampled = nuts.load(folder, spec, print_of)
+    timing = Cost(spec, print_of, tuple(choices), data_dir=data_dir)
+    costs = pool.run_all(f"{spec.name}: cost of a step", [timing])[timing.key]
     return {
         "task": spec.name,
         "title": spec.title,
@@ -62,63 +59,14 @@ def compare(spec: Spec, pool: Pool, data_dir: Path | None, folder: Path) -> dict
         "num_data": work.num_data,
         "num_test": len(work.test_x),
         "num_parameters": work.num_parameters,
-        "fingerprint": comparison.fingerprint,
+        "fingerprint": print_of,
         "references": _reference_rows(exact, sampled),
         "methods": [
-            _row(method, grids[method.name], chosen[method.name], runs[method.name], exact, sampled)
+            _row(method, choices[method.name], results[method.name], exact, sampled)
             | {"cost": costs["ratios"][method.name]}
-            for method in comparison.methods
+            for method in methods
         ],
     }
-
-
-def _choose(comparison: Comparison, pool: Pool) -> dict[str, list[dict[str, Any]]]:
-    """For every method the settings that were tried, each with its log-loss on the held-out training data."""
-    runs = {
-        method.name: [
-            comparison.run(method, setting, TUNING_SEED, final=False)
-            for setting in tried(method, comparison.spec.settings)
-        ]
-        for method in comparison.methods
-    }
-    jobs = [run for group in runs.values() for run in group]
-    results = pool.run_all(f"{comparison.spec.name}: settings", jobs, _execute, key=_key, cost=_effort)
-    return {
-        name: [dict(run.setting) | {"nll": results[run.key]["scores"]["nll"]} for run in group]
-        for name, group in runs.items()
-    }
-
-
-def _best(grid: list[dict[str, Any]]) -> Setting | None:
-    """The setting with the lowest log-loss; ``None`` if every one diverged."""
-    usable = [entry for entry in grid if entry["nll"] is not None]
-    if not usable:
-        return None
-    best = min(usable, key=lambda entry: entry["nll"])
-    return {name: value for name, value in best.items() if name != "nll"}
-
-
-def _train(
-    comparison: Comparison, chosen: dict[str, Setting | None], pool: Pool
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any] | None]:
-    """The runs that are reported: the chosen setting on all training data, one for each seed; and the exact answers."""
-    runs = {
-        method.name: [comparison.run(method, setting, seed, final=True) for seed in _reported_seeds(comparison.spec)]
-        if (setting := chosen[method.name]) is not None
-        else []
-        for method in comparison.methods
-    }
-    exact = references.Exact(comparison.spec, comparison.fingerprint, comparison.data_dir)
-    jobs: list[Run | references.Exact] = [run for group in runs.values() for run in group]
-    if comparison.spec.problem == "logreg":
-        jobs.append(exact)
-    results = pool.run_all(f"{comparison.spec.name}: seeds", jobs, _execute, key=_key, cost=_effort)
-    return {name: [results[run.key] for run in group] for name, group in runs.items()}, results.get(exact.key)
-
-
-def _reported_seeds(spec: Spec) -> range:
-    """Seed 0 is for trying things out, so that what is decided by looking is not decided by these."""
-    return range(1, 1 + spec.seeds)
 
 
 def _reference_rows(exact: dict[str, Any] | None, sampled: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -137,8 +85,7 @@ def _reference_rows(exact: dict[str, Any] | None, sampled: dict[str, Any] | None
 
 def _row(
     method: Method,
-    grid: list[dict[str, Any]],
-    chosen: Setting | None,
+    choice: Choice,
     runs: list[dict[str, Any]],
     exact: dict[str, Any] | None,
     sampled: dict[str, Any] | None,
@@ -149,9 +96,9 @@ def _row(
         "label": method.label,
         "gradients": method.gradients,
         "posterior": {"posterior": "full" if method.full_covariance else "diagonal"}.get(method.kind),
-        "grid": grid,
-        "chosen": chosen,
-        "at_edge": at_edge(method, chosen),
+        "grid": choice.grid,
+        "chosen": choice.chosen,
+        "at_edge": at_edge(method, choice.chosen),
         "scores": {name: over_seeds([run["scores"][name] for run in runs]) for name in METRICS},
         "ratios": {
             reference: {name: over_seeds([ratios[reference][name] for ratios in per_run]) for name in QUANTILES}
@@ -187,14 +134,11 @@ def over_seeds(values: Sequence[float | None]) -> dict[str, float | None]:
     >>> over_seeds([1.0, None])
     {'mean': None, 'standard_error': None}
     """
-    usable = [value for value in values if value is not None]
-    if not usable or len(usable) < len(values):
-        return {"mean": None, "standard_error": None}
-    error = statistics.stdev(usable) / math.sqrt(len(usable)) if len(usable) > 1 else None
-    return {"mean": statistics.fmean(usable), "standard_error": error}
+    mean, std = mean_and_std(values)
+    return {"mean": mean, "standard_error": None if std is None else std / math.sqrt(len(values))}
 
 
-def _settings(spec: Spec) -> dict[str, Any]:
+def _settings(spec: TableSpec) -> dict[str, Any]:
     return {
         "problem": spec.problem,
         "data": spec.data,
@@ -208,15 +152,3 @@ def _settings(spec: Spec) -> dict[str, Any]:
         "tuning_seed": TUNING_SEED,
         "threads_per_run": 1,
     }
-
-
-def _key(job: Any) -> str:
-    return job.key
-
-
-def _execute(job: Run | references.Exact) -> dict[str, Any]:
-    return training.execute(job) if isinstance(job, Run) else references.execute(job)
-
-
-def _effort(job: Run | references.Exact) -> float:
-    return job.spec.gradients * (BY_NAME[job.method].effort if isinstance(job, Run) else 1.0)

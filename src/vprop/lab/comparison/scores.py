@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vprop import Posterior, VariationalOptimizer
+from vprop import VariationalOptimizer
 from vprop.baselines import MCDropout
-from vprop.lab.comparison.methods import Method
-from vprop.lab.comparison.tasks import Task
+from vprop.lab.engine.problem import Problem
+from vprop.lab.engine.run import Training
+from vprop.lab.engine.store import finite_or_none
 from vprop.metrics import accuracy, expected_calibration_error, nll
 
 METRICS = ("accuracy", "nll", "ece")
 QUANTILES = {"low": 0.1, "median": 0.5, "high": 0.9}
 
 
-def score(task: Task, method: Method, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float | None]:
-    """The scores on the task's test data of what was trained; ``None`` where it left the finite numbers."""
+def score(training: Training, samples: int) -> dict[str, float | None]:
+    """The scores on the test data of what was trained; ``None`` where it left the finite numbers.
+
+    Predictions are averaged over ``samples`` weights, with the same noise for every posterior.
+    """
+    task, model, kind = training.problem, training.model, training.method.kind
     model.eval()
     try:
-        if method.kind == "posterior":
-            assert isinstance(optimizer, VariationalOptimizer)
-            return score_posterior(task, optimizer.posterior(model))
-        if method.kind == "dropout":
-            prediction = MCDropout(model, likelihood=task.likelihood).predict(task.test_x, task.spec.samples)
-            return score_outputs(task, prediction.samples)
         with torch.no_grad():
+            if kind == "posterior":
+                assert isinstance(training.optimizer, VariationalOptimizer)
+                posterior = training.optimizer.posterior(model)
+                return score_outputs(task, posterior.predict(task.test_x, samples, seed=0).samples)
+            if kind == "dropout":
+                prediction = MCDropout(model, likelihood=task.likelihood).predict(task.test_x, samples)
+                return score_outputs(task, prediction.samples)
             return score_outputs(task, model(task.test_x)[None])
     except (FloatingPointError, torch.linalg.LinAlgError):
         return dict.fromkeys(METRICS)
@@ -36,13 +41,7 @@ def score(task: Task, method: Method, model: nn.Module, optimizer: torch.optim.O
         model.train()
 
 
-def score_posterior(task: Task, posterior: Posterior) -> dict[str, float | None]:
-    """The scores of the average over weight samples, with the same noise for every posterior."""
-    with torch.no_grad():
-        return score_outputs(task, posterior.predict(task.test_x, task.spec.samples, seed=0).samples)
-
-
-def score_outputs(task: Task, outputs: Tensor) -> dict[str, float | None]:
+def score_outputs(task: Problem, outputs: Tensor) -> dict[str, float | None]:
     """The scores of the mean probabilities under several samples of the model's output, the first dimension."""
     # float64, because a float32 probability of a sure but wrong prediction would be 0, and the log-loss infinite
     outputs = outputs.double()
@@ -51,7 +50,7 @@ def score_outputs(task: Task, outputs: Tensor) -> dict[str, float | None]:
     return score_probs(task, outputs.softmax(-1).mean(0))
 
 
-def score_probs(task: Task, probs: Tensor) -> dict[str, float | None]:
+def score_probs(task: Problem, probs: Tensor) -> dict[str, float | None]:
     """The scores of probabilities, one column per class, of two classes too; ``None`` for what is not finite."""
     if not bool(torch.isfinite(probs).all()):
         return dict.fromkeys(METRICS)
@@ -63,7 +62,7 @@ def score_probs(task: Task, probs: Tensor) -> dict[str, float | None]:
         "nll": nll(probs, labels),
         "ece": expected_calibration_error(of_label, labels),
     }
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {name: finite_or_none(value) for name, value in values.items()}
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:

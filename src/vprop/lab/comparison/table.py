@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vprop.lab import markdown
+
 NOTHING = "–"
 
 RATIOS = {
@@ -28,8 +30,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     rows = [_method_row(row, references) for row in result["methods"]]
     rows += [_reference_row(row, references) for row in result["references"]]
-    lines = [caption(result), "", *(_line(cells) for cells in (head, ["---"] * len(head), *rows))]
-    return "\n".join(lines) + "\n"
+    return f"{caption(result)}\n\n{markdown.table(head, rows)}"
 
 
 def caption(result: dict[str, Any]) -> str:
@@ -105,7 +106,3 @@ def _setting(row: dict[str, Any]) -> str:
         return NOTHING
     values = [f"{row['chosen'][name]:g}" for name in ("lr", "beta2") if name in row["chosen"]]
     return ", ".join(values) + (" *" if row["at_edge"] else "")
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"

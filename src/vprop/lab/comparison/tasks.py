@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from vprop import Objective
 from vprop.lab.data import DataError, Dataset, load
-from vprop.lab.experiments.problem import PROBLEMS
+from vprop.lab.engine.binary import LogisticRegression, SmallNetwork
+from vprop.lab.engine.method import ProblemName
+from vprop.lab.engine.problem import Problem
 from vprop.likelihood import Likelihood
 
-ProblemName = Literal["logreg", "mlp", "cnn"]
 Part = Literal["tuning", "final"]
 
 VALIDATION_SHARE = 0.2
 
 
 @dataclass(frozen=True)
-class Spec:
+class TableSpec:
     """One table: which model on which data, and how much is spent on it. Decides the outcome of a run."""
 
     name: str
@@ -47,65 +46,33 @@ class Spec:
 
 
 FULL = (
-    Spec("a1a", "Logistic regression on a1a", "logreg", "a1a", batch=32, gradients=2000),
-    Spec("australian", "Logistic regression on Australian", "logreg", "australian", batch=32, gradients=1500),
-    Spec("mlp", "A small network on a1a", "mlp", "a1a", batch=32, gradients=2000),
-    Spec("cnn", "A small convolutional network on Fashion-MNIST", "cnn", "fashion_mnist", batch=128, gradients=780,
+    TableSpec("a1a", "Logistic regression on a1a", "logreg", "a1a", batch=32, gradients=2000),
+    TableSpec("australian", "Logistic regression on Australian", "logreg", "australian", batch=32, gradients=1500),
+    TableSpec("mlp", "A small network on a1a", "mlp", "a1a", batch=32, gradients=2000),
+    TableSpec("cnn", "A small convolutional network on Fashion-MNIST", "cnn", "fashion_mnist", batch=128, gradients=780,
          samples=32, rows=5000, timing_rounds=20),
 )  # fmt: skip
 
 _LITTLE = {"batch": 32, "gradients": 8, "seeds": 2, "settings": 2, "samples": 4, "timing_rounds": 2}
 SHORT = (
-    Spec("logreg-short", "Logistic regression on breast cancer data", "logreg", "breast_cancer", **_LITTLE),
-    Spec("mlp-short", "A small network on breast cancer data", "mlp", "breast_cancer", **_LITTLE),
-    Spec("cnn-short", "A small convolutional network on digits", "cnn", "digits", rows=200, **_LITTLE),
+    TableSpec("logreg-short", "Logistic regression on breast cancer data", "logreg", "breast_cancer", **_LITTLE),
+    TableSpec("mlp-short", "A small network on breast cancer data", "mlp", "breast_cancer", **_LITTLE),
+    TableSpec("cnn-short", "A small convolutional network on digits", "cnn", "digits", rows=200, **_LITTLE),
 )
 """Data that ship with scikit-learn, a few steps: to see that everything runs."""
 
 
-@dataclass(frozen=True, eq=False)
-class Task:
-    """Data, model, loss and prior. ``test_x`` of the part for tuning are training rows that were held out."""
-
-    spec: Spec
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-    model: Callable[[int, float], nn.Module]
-    """(seed, dropout) → a model with its initial weights."""
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
-    likelihood: Likelihood
-    prior_precision: float
-    hess_init: float
-    """The curvature per example that the Gaussians start with, so that all start with the same variance."""
-
-    @property
-    def num_data(self) -> int:
-        """N: the training rows in use."""
-        return len(self.train_x)
-
-    @property
-    def num_parameters(self) -> int:
-        """How many weights the model has."""
-        return sum(p.numel() for p in self.model(0, 0.0).parameters())
-
-    def objective(self, model: nn.Module, rows: Tensor | slice = slice(None)) -> Objective:
-        """The mean loss on some rows of the training data, or on all of them."""
-        return Objective(model, self.loss_fn, self.train_x[rows], self.train_y[rows])
-
-
 @lru_cache(maxsize=4)
-def task(spec: Spec, part: Part, data_dir: Path | None) -> Task:
+def task(spec: TableSpec, part: Part, data_dir: Path | None) -> Problem:
     """The task on all of its training data, or with a part of them in place of the test data."""
     data = load_data(spec, data_dir)
     if part == "tuning":
         data = validation_split(data)
-    return _image_task(spec, data) if spec.problem == "cnn" else _binary_task(spec, data)
+    return PROBLEMS[spec.problem](data)
 
 
 @lru_cache(maxsize=4)
-def load_data(spec: Spec, data_dir: Path | None) -> Dataset:
+def load_data(spec: TableSpec, data_dir: Path | None) -> Dataset:
     """The rows of the data set that the task uses."""
     data = _digits() if spec.data == "digits" else load(spec.data, data_dir)
     if spec.rows is None:
@@ -126,36 +93,21 @@ def validation_split(data: Dataset) -> Dataset:
     )
 
 
-def _binary_task(spec: Spec, data: Dataset) -> Task:
-    """Models, priors and precision are those of the paper's experiments."""
-    problem = PROBLEMS[spec.problem](data)
-    return Task(
-        spec=spec,
-        train_x=problem.train_x,
-        train_y=problem.train_y,
-        test_x=problem.test_x,
-        test_y=problem.test_y,
-        model=problem.model,
-        loss_fn=F.binary_cross_entropy_with_logits,
-        likelihood="bernoulli",
-        prior_precision=problem.prior_precision,
-        hess_init=problem.hess_init,
-    )
+class ConvolutionalNetwork(Problem):
+    """Grey images of ten classes."""
 
+    name, hess_init = "cnn", 1.0
+    likelihood: ClassVar[Likelihood] = "categorical"
+    loss_fn = staticmethod(F.cross_entropy)
 
-def _image_task(spec: Spec, data: Dataset) -> Task:
-    return Task(
-        spec=spec,
-        train_x=data.train_x[:, None],
-        train_y=data.train_y,
-        test_x=data.test_x[:, None],
-        test_y=data.test_y,
-        model=partial(convolutional_network, data.train_x.shape[-1]),
-        loss_fn=F.cross_entropy,
-        likelihood="categorical",
-        prior_precision=1.0,
-        hess_init=1.0,
-    )
+    def __init__(self, data: Dataset) -> None:
+        super().__init__(data)
+        self.train_x, self.test_x = data.train_x[:, None], data.test_x[:, None]
+        self.train_y, self.test_y = data.train_y, data.test_y
+
+    def model(self, seed: int, dropout: float = 0.0) -> nn.Module:
+        """torch's initialisation under ``seed``."""
+        return convolutional_network(self.train_x.shape[-1], seed, dropout)
 
 
 def convolutional_network(size: int, seed: int, dropout: float = 0.0) -> nn.Module:
@@ -174,6 +126,14 @@ def convolutional_network(size: int, seed: int, dropout: float = 0.0) -> nn.Modu
             *([nn.Dropout(dropout)] if dropout else []),
             nn.Linear(16 * (size // 4) ** 2, 10),
         )
+
+
+PROBLEMS: dict[ProblemName, type[Problem]] = {
+    "logreg": LogisticRegression,
+    "mlp": SmallNetwork,
+    "cnn": ConvolutionalNetwork,
+}
+"""Models, priors and precision of the first two are those of the paper's experiments."""
 
 
 def _digits() -> Dataset:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from vprop.lab.command import fail
 
 if TYPE_CHECKING:
     from vprop.lab.data.find import Located
@@ -38,12 +40,12 @@ def list_(data_dir: DataDir = None) -> None:
             where = f"wrong checksum: {error.path}"
             errors.append(str(error))
         except DataError as error:
-            _fail(str(error))
+            fail(str(error))
         features = "×".join(str(size) for size in spec.shape)
         table.add_row(spec.name, f"{spec.train_rows} + {spec.test_rows}", features, spec.purpose, escape(where))
     Console().print(table)
     if errors:
-        _fail(*errors)
+        fail(*errors)
 
 
 @app.command("fetch")
@@ -58,7 +60,7 @@ def fetch_(
     try:
         specs = [spec(name) for name in dict.fromkeys(names or DATASETS)]
     except DataError as error:
-        _fail(str(error))
+        fail(str(error))
     for entry in specs:
         try:
             located = fetch(
@@ -69,7 +71,7 @@ def fetch_(
             if str(error) not in errors:  # a wrong --data-dir is wrong for every data set
                 errors.append(str(error))
     if errors:
-        _fail(*errors)
+        fail(*errors)
 
 
 def _where(located: Located) -> str:
@@ -77,9 +79,3 @@ def _where(located: Located) -> str:
         return "ships with scikit-learn"
     folders = dict.fromkeys(str(path.parent) for path in located.paths)
     return f"{', '.join(folders)} ({located.source})"
-
-
-def _fail(*messages: str) -> NoReturn:
-    for message in messages:
-        typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(1)

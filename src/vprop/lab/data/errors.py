@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vprop.lab.errors import LabError
 
-class DataError(Exception):
+
+class DataError(LabError):
     """Data that cannot be used; the message says what was found, what was expected and what to do."""
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vprop.lab.command import DataDirOption, WorkersOption, messages
 
-class What(str, Enum):
+
+class Experiment(str, Enum):
     """What to reproduce."""
 
     LOGREG = "logreg"
@@ -25,15 +26,15 @@ class What(str, Enum):
 
 def reproduce(
     what: Annotated[
-        What,
+        Experiment,
         typer.Argument(
             help="logreg and mlp: the paper's figures. long: where methods end up. filter: VONG and the Kalman filter. "
             "explore: local minima. memory: bytes per weight. report: draw the report again, without training."
         ),
-    ] = What.ALL,
+    ] = Experiment.ALL,
     out: Annotated[Path, typer.Option(help="Folder for runs, results and the report.")] = Path("out"),
     data: Annotated[list[str] | None, typer.Option(help="Data set; may be repeated. See `vprop data list`.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data files.")] = None,
+    data_dir: DataDirOption = None,
     method: Annotated[
         list[str] | None, typer.Option(help="Method, e.g. vprop-2; may be repeated. For logreg, mlp and long.")
     ] = None,
@@ -41,21 +42,18 @@ def reproduce(
     gradients: Annotated[
         int | None, typer.Option(help="Gradients of a batch that every run may evaluate; full batches: passes.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes; 0 for one per core.")] = 0,
+    workers: WorkersOption = 0,
     short: Annotated[bool, typer.Option("--short", help="Shipped data and short runs, for a look.")] = False,
 ) -> None:
     """The paper's experiments, as a report with figures and a table of its claims."""
     from rich.console import Console
 
-    from vprop.lab.data import DataError
-    from vprop.lab.experiments.pool import Interrupted
-    from vprop.lab.experiments.reproduce import EXPERIMENTS, Request, UsageError
+    from vprop.lab.experiments.reproduce import EXPERIMENTS, PaperRequest
     from vprop.lab.experiments.reproduce import report as draw
     from vprop.lab.experiments.reproduce import reproduce as run
-    from vprop.lab.report import ReportError
 
     console = Console()
-    request = Request(
+    request = PaperRequest(
         out=out,
         data=tuple(data or ()),
         data_dir=data_dir,
@@ -65,17 +63,8 @@ def reproduce(
         workers=workers,
         short=short,
     )
-    try:
-        if what is What.REPORT:
+    with messages():
+        if what is Experiment.REPORT:
             draw(out, console)
         else:
-            run(tuple(EXPERIMENTS) if what is What.ALL else (what.value,), request, console)
-    except (DataError, UsageError, ReportError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
-    except OSError as error:
-        typer.echo(f"Error: Cannot use {error.filename}: {error.strerror}. Choose another folder with --out.", err=True)
-        raise typer.Exit(1) from error
-    except Interrupted as interrupted:
-        typer.echo(str(interrupted), err=True)
-        sys.exit(130)
+            run(tuple(EXPERIMENTS) if what is Experiment.ALL else (what.value,), request, console)

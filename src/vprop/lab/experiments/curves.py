@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vprop.baselines import exact_vi_logistic
 from vprop.baselines.exact import Structure
+from vprop.lab.engine.binary import PROBLEMS, BinaryProblem, LogisticRegression, problem
+from vprop.lab.engine.grid import TUNING_SEED, Choice, Criterion, at_edge, choose, items, mean_and_std, repeat
+from vprop.lab.engine.method import Method, Setting
+from vprop.lab.engine.pool import Pool
+from vprop.lab.engine.problem import fingerprint
 from vprop.lab.environment import environment
-from vprop.lab.experiments.methods import METHODS, Method
-from vprop.lab.experiments.pool import Pool
-from vprop.lab.experiments.problem import PROBLEMS, LogisticRegression, Problem, fingerprint, problem
-from vprop.lab.experiments.run import TUNING_POINTS, Run, execute
+from vprop.lab.experiments.methods import METHODS
+from vprop.lab.experiments.run import TUNING_POINTS, CurveRun
 
 FULL_COVARIANCE_LIMIT = 500
 """Weights up to which full-covariance methods take part: beyond, they would take most of the time."""
 
-TUNING_SEED = 1000
-"""Step sizes are chosen on a seed of their own, so that no reported run was chosen for being lucky."""
+SCORE = Criterion("score", lambda result: result["score"], lowest=False)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is run."""
+class Figures:
+    """Which figures, and how much is run for them."""
 
     problem: str
     data: tuple[str, ...]
@@ -35,7 +37,7 @@ class Plan:
     methods: tuple[str, ...]
     data_dir: Path | None = None
     points: int = 16
-    fixed: dict[str, float] | None = None
+    fixed: Setting | None = None
     """One setting for all methods, in place of a choice from their grids."""
     decay: bool = False
     """Whether step sizes fall to zero over the second half of a run; constant otherwise."""
@@ -46,16 +48,18 @@ class Plan:
 class Panel:
     """One figure: a data set and a batch size."""
 
-    task: Problem
+    figures: Figures
+    task: BinaryProblem
     data: str
     batch: int | None
     methods: tuple[Method, ...]
-    suffix: str = ""
+    fingerprint: str
 
     @property
     def id(self) -> str:
         """A name for files and links."""
-        return f"{self.task.name}-{self.data}-{'full' if self.batch is None else f'batch{self.batch}'}{self.suffix}"
+        batch = "full" if self.batch is None else f"batch{self.batch}"
+        return f"{self.task.name}-{self.data}-{batch}{self.figures.id_suffix}"
 
     @property
     def title(self) -> str:
@@ -63,186 +67,117 @@ class Panel:
         batch = "full batch" if self.batch is None else f"mini-batches of {self.batch}"
         return f"{'Network on ' if self.task.name == 'mlp' else ''}{self.data}, {batch}"
 
-
-def compare(plan: Plan, pool: Pool) -> dict[str, Any]:
-    """Choose every method's step size, run it with several seeds, and gather the figures."""
-    panels = [_panel(plan, data, batch) for data in plan.data for batch in plan.batches]
-    base = {panel.id: _base_run(plan, panel) for panel in panels}
-    grid = [
-        replace(base[panel.id], method=method.name, setting=_items(setting))
-        for panel in panels
-        for method in panel.methods
-        for setting in method.grid
-        if plan.fixed is None
-    ]
-    title = {"logreg": "Logistic regression", "mlp": "Network"}[plan.problem]
-    tuned = pool.run_all(f"{title}: step sizes", grid, execute, key=_key, cost=_cost)
-    chosen: dict[tuple[str, str], dict[str, float] | None] = {}
-    for panel in panels:
-        for method in panel.methods:
-            chosen[panel.id, method.name] = plan.fixed or _best(base[panel.id], method, tuned)
-    final = {
-        (panel.id, method.name, seed): replace(
-            base[panel.id], method=method.name, setting=_items(setting), seed=seed, points=plan.points
+    def run(self, method: Method, setting: Setting, seed: int, points: int) -> CurveRun:
+        """A run of this figure."""
+        return CurveRun(
+            fingerprint=self.fingerprint,
+            method=method,
+            setting=items(setting),
+            seed=seed,
+            gradients=self.figures.gradients,
+            batch=self.batch,
+            schedule="second half" if self.figures.decay else "constant",
+            problem=self.task.name,
+            data=self.data,
+            points=points,
+            data_dir=self.figures.data_dir,
         )
-        for panel in panels
-        for method in panel.methods
-        for seed in range(plan.seeds)
-        if (setting := chosen[panel.id, method.name]) is not None
+
+
+def draw_figures(figures: Figures, pool: Pool) -> dict[str, Any]:
+    """Choose every method's step size, run it with several seeds, and gather the figures."""
+    panels = [_panel(figures, data, batch) for data in figures.data for batch in figures.batches]
+    shown = [(panel, method) for panel in panels for method in panel.methods]
+    title = {"logreg": "Logistic regression", "mlp": "Network"}[figures.problem]
+    if figures.fixed is None:
+        tries = {_name(*one): [one[0].run(one[1], setting, TUNING_SEED, 0) for setting in one[1].grid] for one in shown}
+        choices = choose(pool, f"{title}: step sizes", tries, SCORE)
+    else:
+        choices = {_name(*one): Choice([], figures.fixed) for one in shown}
+    final = {
+        _name(panel, method): [panel.run(method, setting, seed, figures.points) for seed in range(figures.seeds)]
+        if (setting := choices[_name(panel, method)].chosen) is not None
+        else []
+        for panel, method in shown
     }
-    results = pool.run_all(f"{title}: seeds", list(final.values()), execute, key=_key, cost=_cost)
-    lines = {panel.data: exact_lines(panel.task) for panel in panels if panel.batch == plan.batches[0]}
+    results = repeat(pool, f"{title}: seeds", final)
+    lines = {panel.data: exact_lines(panel.task) for panel in panels if panel.batch == figures.batches[0]}
     return {
-        "experiment": plan.problem,
+        "experiment": figures.problem,
         "environment": environment(),
-        "settings": _settings(plan),
-        "panels": [
-            _figure(
-                panel,
-                {
-                    method.name: [results[_key(final[panel.id, method.name, seed])] for seed in range(plan.seeds)]
-                    for method in panel.methods
-                    if chosen[panel.id, method.name] is not None
-                },
-                chosen,
-                {
-                    method.name: [] if plan.fixed else _grid_scores(base[panel.id], method, tuned)
-                    for method in panel.methods
-                },
-                lines[panel.data],
-            )
-            for panel in panels
-        ],
+        "settings": _settings(figures),
+        "panels": [_figure(panel, choices, results, lines[panel.data]) for panel in panels],
     }
 
 
-def _panel(plan: Plan, data: str, batch: int | None) -> Panel:
-    task = problem(plan.problem, data, plan.data_dir)
-    methods = tuple(m for m in METHODS if m.name in plan.methods and _takes_part(m, plan, task, batch))
-    return Panel(task, data, batch, methods, plan.id_suffix)
+def _name(panel: Panel, method: Method) -> tuple[str, str]:
+    return panel.id, method.name
 
 
-def _takes_part(method: Method, plan: Plan, task: Problem, batch: int | None) -> bool:
+def _panel(figures: Figures, data: str, batch: int | None) -> Panel:
+    task = problem(figures.problem, data, figures.data_dir)
+    methods = tuple(m for m in METHODS if m.name in figures.methods and _takes_part(m, task, batch))
+    return Panel(figures, task, data, batch, methods, fingerprint(task.data))
+
+
+def _takes_part(method: Method, task: BinaryProblem, batch: int | None) -> bool:
     """Extras are left out of mini-batch figures, and matrices over more than a few hundred weights everywhere."""
-    if (method.networks_only and plan.problem != "mlp") or (method.group == "extra" and batch is not None):
+    if task.name not in method.problems or (method.group == "extra" and batch is not None):
         return False
-    return not method.full_covariance or sum(p.numel() for p in task.model(0).parameters()) <= FULL_COVARIANCE_LIMIT
-
-
-def _base_run(plan: Plan, panel: Panel) -> Run:
-    return Run(
-        problem=plan.problem,
-        data=panel.data,
-        fingerprint=fingerprint(panel.task.data),
-        batch=panel.batch,
-        method="",
-        setting=(),
-        seed=TUNING_SEED,
-        gradients=plan.gradients,
-        points=0,
-        decay=plan.decay,
-        data_dir=plan.data_dir,
-    )
-
-
-def _items(setting: dict[str, float]) -> tuple[tuple[str, float], ...]:
-    return tuple(sorted(setting.items()))
-
-
-def _key(run: Run) -> str:
-    return run.key
-
-
-def _cost(run: Run) -> float:
-    """A guess in arbitrary units: overhead per gradient, more for full batches and for matrices."""
-    per_gradient = 1.0 if run.batch is not None else 1.5
-    if run.method.startswith(("von", "vong")):
-        per_gradient *= 2 if run.problem == "logreg" else 8
-    if run.method in ("cvi-10", "vogn-10"):
-        per_gradient *= 2 if run.problem == "logreg" else 4
-    if run.method.startswith(("rmsprop", "mc-")):
-        per_gradient *= 0.5
-    return run.gradients * per_gradient
-
-
-def _grid_scores(base: Run, method: Method, tuned: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        setting | {"score": tuned[replace(base, method=method.name, setting=_items(setting)).key]["score"]}
-        for setting in method.grid
-    ]
-
-
-def _best(base: Run, method: Method, tuned: dict[str, dict[str, Any]]) -> dict[str, float] | None:
-    """The setting with the highest score; ``None`` if every one diverged."""
-    usable = [entry for entry in _grid_scores(base, method, tuned) if entry["score"] is not None]
-    if not usable:
-        return None
-    best = max(usable, key=lambda entry: entry["score"])
-    return {name: value for name, value in best.items() if name != "score"}
+    return not method.full_covariance or task.num_parameters <= FULL_COVARIANCE_LIMIT
 
 
 def _figure(
     panel: Panel,
-    runs: dict[str, list[dict[str, Any]]],
-    chosen: dict[tuple[str, str], dict[str, float] | None],
-    grids: dict[str, list[dict[str, Any]]],
+    choices: dict[tuple[str, str], Choice],
+    results: dict[tuple[str, str], list[dict[str, Any]]],
     lines: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    methods = []
-    for method in panel.methods:
-        finished = runs.get(method.name, [])
-        entry: dict[str, Any] = {
-            "name": method.name,
-            "label": method.label,
-            "group": method.group,
-            "samples": method.gradients,
-            "grid": grids[method.name],
-            "chosen": chosen[panel.id, method.name],
-            "at_edge": _at_edge(method, chosen[panel.id, method.name]),
-            "score_name": method.score_name,
-            "seeds": [result["run"]["seed"] for result in finished],
-            "passes": finished[0]["passes"] if finished else [],
-            "paper_passes": finished[0]["paper_passes"] if finished else [],
-            "elbo": None,
-            "log_loss": over_seeds([result["log_loss"] for result in finished]),
-            "seconds": statistics.fmean(result["seconds"] for result in finished) if finished else None,
-        }
-        if method.kind == "posterior" and finished:
-            errors = over_seeds([result["elbo_error"] for result in finished])["mean"]
-            entry["elbo"] = over_seeds([result["elbo"] for result in finished]) | {"standard_error": errors}
-        methods.append(entry)
     return {
         "id": panel.id,
         "title": panel.title,
         "data": panel.data,
         "batch": "full" if panel.batch is None else panel.batch,
         "num_data": panel.task.num_data,
-        "num_parameters": sum(p.numel() for p in panel.task.model(0).parameters()),
+        "num_parameters": panel.task.num_parameters,
         "prior_precision": panel.task.prior_precision,
         "lines": lines,
-        "methods": methods,
+        "methods": [
+            _curve(method, choices[_name(panel, method)], results[_name(panel, method)]) for method in panel.methods
+        ],
     }
 
 
-def _at_edge(method: Method, chosen: dict[str, float] | None) -> bool:
-    """Whether the step size is the smallest or largest that was tried, so that a wider grid might do better."""
-    lrs = [setting["lr"] for setting in method.grid]
-    return chosen is not None and chosen["lr"] in (min(lrs), max(lrs))
+def _curve(method: Method, choice: Choice, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    elbo = None
+    if method.kind == "posterior" and runs:
+        errors = over_seeds([run["elbo_error"] for run in runs])["mean"]
+        elbo = over_seeds([run["elbo"] for run in runs]) | {"standard_error": errors}
+    return {
+        "name": method.name,
+        "label": method.label,
+        "group": method.group,
+        "samples": method.gradients,
+        "grid": choice.grid,
+        "chosen": choice.chosen,
+        "at_edge": at_edge(method, choice.chosen),
+        "score_name": "training ELBO" if method.kind == "posterior" else "training log joint",
+        "seeds": [run["job"]["seed"] for run in runs],
+        "passes": runs[0]["passes"] if runs else [],
+        "paper_passes": runs[0]["paper_passes"] if runs else [],
+        "elbo": elbo,
+        "log_loss": over_seeds([run["log_loss"] for run in runs]),
+        "seconds": statistics.fmean(run["seconds"] for run in runs) if runs else None,
+    }
 
 
 def over_seeds(curves: list[list[float | None]]) -> dict[str, list[float | None]]:
     """Mean and standard deviation over seeds, point by point; ``None`` where a run diverged."""
-    mean: list[float | None] = []
-    std: list[float | None] = []
-    for values in zip(*curves, strict=True):
-        usable = [value for value in values if value is not None]
-        whole = len(usable) == len(values)
-        mean.append(statistics.fmean(usable) if whole else None)
-        std.append(statistics.stdev(usable) if whole and len(usable) > 1 else None)  # one seed has no spread
-    return {"mean": mean, "std": std}
+    points = [mean_and_std(values) for values in zip(*curves, strict=True)]
+    return {"mean": [mean for mean, _ in points], "std": [std for _, std in points]}
 
 
-def exact_lines(task: Problem, structures: tuple[Structure, ...] = ("diagonal", "full")) -> list[dict[str, Any]]:
+def exact_lines(task: BinaryProblem, structures: tuple[Structure, ...] = ("diagonal", "full")) -> list[dict[str, Any]]:
     """What the best Gaussian of each structure reaches, where that can be computed."""
     if not isinstance(task, LogisticRegression):
         return []
@@ -264,19 +199,16 @@ def exact_lines(task: Problem, structures: tuple[Structure, ...] = ("diagonal", 
     return lines
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
+def _settings(figures: Figures) -> dict[str, Any]:
     return {
-        "seeds": plan.seeds,
-        "gradient evaluations per run": plan.gradients,
-        "settings tried per method": 1 if plan.fixed else len(METHODS[0].grid),
-        "step sizes": f"{plan.fixed} for every method"
-        if plan.fixed
+        "seeds": figures.seeds,
+        "gradient evaluations per run": figures.gradients,
+        "settings tried per method": 1 if figures.fixed else len(METHODS[0].grid),
+        "step sizes": f"{figures.fixed} for every method"
+        if figures.fixed
         else "chosen by the mean training score at "
         + ", ".join(f"{share:.0%}" for share in TUNING_POINTS)
         + " of a run with a seed of its own",
         "threads per run": 1,
-        "initial curvature per example": PROBLEMS[plan.problem].hess_init,
+        "initial curvature per example": PROBLEMS[figures.problem].hess_init,
     }
-
-
-assert len({len(method.grid) for method in METHODS}) == 1, "no method gets more tuning than another"

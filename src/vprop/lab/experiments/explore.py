@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from vprop import VON, VONG, Objective, Vprop
 from vprop.baselines import Newton
+from vprop.lab.engine.grid import repeat
+from vprop.lab.engine.job import Job
+from vprop.lab.engine.pool import Pool
 from vprop.lab.environment import environment
-from vprop.lab.experiments.pool import Pool
-from vprop.lab.experiments.store import key_of
 
 GLOBAL_MINIMUM = (1.0, 0.5)
 RIPPLE, BOWL, FREQUENCY = 0.45, 0.12, 2.0
@@ -26,15 +27,17 @@ REACHED = 0.75
 """A run is a success if it ends this near the global minimum: half a ripple."""
 STEPS = 300
 
-METHODS = {
-    "Gradient descent": "gradient-descent",
-    "Newton": "newton",
-    "Vprop-0": "vprop-0",
-    "Vprop-1": "vprop-1",
-    "VON-1": "von-1",
-    "VONG-2, centred (ours)": "vong-2-centered",
+_NATURAL: dict[str, Any] = {"lr": 0.1, "betas": (0.0, 0.9), "hess_init": 0.5, "clip_radius": 1.0}
+_PAIR = {"mc_samples": 2, "antithetic": True, "centered": True}
+METHODS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "Gradient descent": (torch.optim.SGD, {"lr": 0.1}),
+    "Newton": (Newton, {"lr": 0.5, "clip_radius": 1.0}),
+    "Vprop-0": (Vprop, _NATURAL | {"mc_samples": 0}),
+    "Vprop-1": (Vprop, _NATURAL),
+    "VON-1": (VON, _NATURAL),
+    "VONG-2, centred (ours)": (VONG, _NATURAL | _PAIR),
 }
-SAMPLING = [label for label, name in METHODS.items() if name not in ("gradient-descent", "newton", "vprop-0")]
+SAMPLING = ("Vprop-1", "VON-1", "VONG-2, centred (ours)")
 
 
 class Landscape(nn.Module):
@@ -56,7 +59,7 @@ def landscape(position: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Walk:
+class Walk(Job):
     """One method from the start, with one seed."""
 
     label: str
@@ -64,40 +67,24 @@ class Walk:
     num_data: float = WIDE
     steps: int = STEPS
 
-    @property
-    def key(self) -> str:
-        """A name for the outcome."""
-        return key_of({"experiment": "explore"} | asdict(self), sys.modules[__name__])
-
-
-def walk(job: Walk) -> dict[str, Any]:
-    """The means after every step."""
-    torch.set_num_threads(1)
-    model = Landscape()
-    optimizer = _optimizer(job, model)
-    one = torch.zeros(1, 1)
-    points = [model.position.tolist()]
-    for _ in range(job.steps):
-        optimizer.step(Objective(model, lambda output, y: output.mean(), one, one))  # type: ignore[arg-type]
-        points.append(model.position.tolist())
-    return {"walk": asdict(job), "points": points}
+    def compute(self) -> dict[str, Any]:
+        """The means after every step."""
+        model = Landscape()
+        optimizer = _optimizer(self, model)
+        one = torch.zeros(1, 1)
+        points = [model.position.tolist()]
+        for _ in range(self.steps):
+            optimizer.step(Objective(model, lambda output, y: output.mean(), one, one))  # type: ignore[arg-type]
+            points.append(model.position.tolist())
+        return {"points": points}
 
 
 def _optimizer(job: Walk, model: nn.Module) -> torch.optim.Optimizer:
-    name, params = METHODS[job.label], list(model.parameters())
-    shared: dict[str, Any] = {"num_data": job.num_data, "prior_precision": PRIOR_PRECISION, "seed": job.seed}
-    natural: dict[str, Any] = {"lr": 0.1, "betas": (0.0, 0.9), "hess_init": 0.5, "clip_radius": 1.0, **shared}
-    if name == "gradient-descent":
-        return torch.optim.SGD(params, lr=0.1, weight_decay=PRIOR_PRECISION / job.num_data)
-    if name == "newton":
-        return Newton(params, lr=0.5, clip_radius=1.0, **shared)
-    if name == "vprop-0":
-        return Vprop(params, mc_samples=0, **natural)
-    if name == "vprop-1":
-        return Vprop(params, **natural)
-    if name == "von-1":
-        return VON(params, **natural)
-    return VONG(params, mc_samples=2, antithetic=True, centered=True, **natural)
+    optimizer, arguments = METHODS[job.label]
+    if optimizer is torch.optim.SGD:
+        return optimizer(model.parameters(), weight_decay=PRIOR_PRECISION / job.num_data, **arguments)
+    shared = {"num_data": job.num_data, "prior_precision": PRIOR_PRECISION, "seed": job.seed}
+    return optimizer(model.parameters(), **shared, **arguments)
 
 
 def explore(pool: Pool, seeds: int) -> dict[str, Any]:
@@ -105,12 +92,12 @@ def explore(pool: Pool, seeds: int) -> dict[str, Any]:
     rows = [(label, num_data) for num_data in (WIDE, NARROW) for label in METHODS]
     # Without sampling every seed takes the same way.
     counts = {label: seeds if label in SAMPLING else 1 for label in METHODS}
-    jobs = [Walk(label, seed, num_data) for label, num_data in rows for seed in range(counts[label])]
-    results = pool.run_all("Local minima", jobs, walk, key=lambda job: job.key)
+    jobs = {(label, num_data): [Walk(label, i, num_data) for i in range(counts[label])] for label, num_data in rows}
+    results = repeat(pool, "Local minima", jobs)
     success, trajectories = [], []
     for label, num_data in rows:
         trials = counts[label]
-        walks = [results[Walk(label, seed, num_data).key]["points"] for seed in range(trials)]
+        walks = [result["points"] for result in results[label, num_data]]
         reached = [math.dist(points[-1], GLOBAL_MINIMUM) <= REACHED for points in walks]
         low, high = (
             wilson_interval(sum(reached), trials) if label in SAMPLING else (float(reached[0]), float(reached[0]))

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,15 @@ from torch import Tensor
 
 from vprop import VON, VONG
 from vprop.baselines import ExtendedKalmanFilter
+from vprop.lab.engine.binary import LogisticRegression, problem
+from vprop.lab.engine.grid import repeat
+from vprop.lab.engine.job import Job
+from vprop.lab.engine.pool import Pool
+from vprop.lab.engine.problem import fingerprint
+from vprop.lab.engine.store import finite_or_none
 from vprop.lab.environment import environment
-from vprop.lab.experiments import problem as problem_module
-from vprop.lab.experiments import run as run_module
 from vprop.lab.experiments.curves import exact_lines, over_seeds
-from vprop.lab.experiments.pool import Pool
-from vprop.lab.experiments.problem import LogisticRegression, fingerprint, problem
-from vprop.lab.experiments.run import finite_or_none, log_spaced
-from vprop.lab.experiments.store import key_of
+from vprop.lab.experiments.run import log_spaced
 
 PRIOR_PRECISION = 1.0
 """With the paper's λ = 1e-5 the first few examples would send every linearisation to its limits."""
@@ -46,7 +46,7 @@ METHODS: dict[str, tuple[str, str, _Build | None, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Pass:
+class Pass(Job):
     """One method over the data in one order."""
 
     method: str
@@ -55,34 +55,24 @@ class Pass:
     seed: int
     examples: int
     points: int = 12
-    data_dir: Path | None = None
 
-    @property
-    def key(self) -> str:
-        """A name for the outcome."""
-        spec = {"experiment": "filter"} | asdict(self) | {"data_dir": None}
-        return key_of(spec, sys.modules[__name__], problem_module, run_module)
-
-
-def run_pass(job: Pass) -> dict[str, Any]:
-    """Filter the examples one by one, score the Gaussian on the way."""
-    torch.set_num_threads(1)
-    task = _task(job.data, job.data_dir)
-    rows = torch.randperm(task.num_data, generator=torch.Generator().manual_seed(job.seed))[: job.examples]
-    marks = log_spaced(len(rows), job.points)
-    states = _kalman(task, rows) if job.method == "ekf" else _chain(task, rows, job)
-    scores, mean, covariance = {}, torch.zeros(0), torch.zeros(0)
-    for seen, (mean, covariance) in enumerate(states, start=1):
-        if seen in marks:
-            scores[seen] = task.score(mean, covariance)
-    return {
-        "pass": asdict(job) | {"data_dir": None},
-        "passes": [seen / task.num_data for seen in marks],
-        "elbo": [finite_or_none(scores[seen].elbo) for seen in marks],
-        "log_loss": [finite_or_none(scores[seen].log_loss) for seen in marks],
-        "mean": mean.nan_to_num().tolist(),
-        "precision": torch.linalg.inv(covariance).tolist() if bool(torch.isfinite(mean).all()) else None,
-    }
+    def compute(self) -> dict[str, Any]:
+        """Filter the examples one by one, score the Gaussian on the way."""
+        task = _task(self.data, self.data_dir)
+        rows = torch.randperm(task.num_data, generator=torch.Generator().manual_seed(self.seed))[: self.examples]
+        marks = log_spaced(len(rows), self.points)
+        states = _kalman(task, rows) if self.method == "ekf" else _chain(task, rows, self)
+        scores, mean, covariance = {}, torch.zeros(0), torch.zeros(0)
+        for seen, (mean, covariance) in enumerate(states, start=1):
+            if seen in marks:
+                scores[seen] = task.score(mean, covariance)
+        return {
+            "passes": [seen / task.num_data for seen in marks],
+            "elbo": [finite_or_none(scores[seen].elbo) for seen in marks],
+            "log_loss": [finite_or_none(scores[seen].log_loss) for seen in marks],
+            "mean": mean.nan_to_num().tolist(),
+            "precision": torch.linalg.inv(covariance).tolist() if bool(torch.isfinite(mean).all()) else None,
+        }
 
 
 def _task(data: str, data_dir: Path | None) -> LogisticRegression:
@@ -128,12 +118,10 @@ def filters(pool: Pool, data: str, seeds: int, data_dir: Path | None, most: int 
     examples = min(most, task.num_data)
     print_of = fingerprint(task.data)
     jobs = {
-        (name, seed): Pass(name, data, print_of, seed, examples, data_dir=data_dir)
+        name: [Pass(name, data, print_of, seed, examples, data_dir=data_dir) for seed in range(seeds)]
         for name in METHODS
-        for seed in range(seeds)
     }
-    results = pool.run_all("Filters", list(jobs.values()), run_pass, key=lambda job: job.key)
-    by_method = {name: [results[jobs[name, seed].key] for seed in range(seeds)] for name in METHODS}
+    by_method = repeat(pool, "Filters", jobs)
     methods = [_figure_entry(name, by_method[name], by_method["ekf"]) for name in METHODS]
     return {
         "experiment": "filter",
@@ -176,7 +164,7 @@ def _figure_entry(name: str, runs: list[dict[str, Any]], ekf_runs: list[dict[str
         "grid": [],
         "chosen": None,
         "score_name": "nothing to choose",
-        "seeds": [run["pass"]["seed"] for run in runs],
+        "seeds": [run["job"]["seed"] for run in runs],
         "passes": runs[0]["passes"],
         "paper_passes": runs[0]["passes"],
         "elbo": over_seeds([run["elbo"] for run in runs]) | {"standard_error": None},

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,22 @@ from rich.console import Console
 from rich.table import Table
 
 from vprop.lab.data import DATASETS, DataError, DataNotFound, load
+from vprop.lab.engine.pool import Pool
+from vprop.lab.engine.request import Request
+from vprop.lab.engine.store import read_json, write_json
+from vprop.lab.errors import UsageError
 from vprop.lab.experiments.claims import claims
-from vprop.lab.experiments.curves import Plan, compare
+from vprop.lab.experiments.curves import Figures, draw_figures
 from vprop.lab.experiments.explore import explore
 from vprop.lab.experiments.filter import filters
 from vprop.lab.experiments.memory import memory
 from vprop.lab.experiments.methods import BY_NAME
-from vprop.lab.experiments.pool import Pool
-from vprop.lab.experiments.store import Store, write_json
 
 PAPER_DATA = ("australian", "a1a")
 SHIPPED_DATA = ("breast_cancer",)
 LONG_METHODS = ("cvi-10", "vogn-10", "von-10", "vprop-2", "vprop-2-centered", "vong-2-centered")
-NOT_BY_DEFAULT = ("vogn-10", "vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")
-"""Left out of logistic regression unless asked for, so that it stays within minutes."""
+LEFT_OUT = ("vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")
+"""Left out of the figures unless asked for, so that they stay within minutes."""
 
 COUNTING = (
     "Passes are counted fairly: a method that evaluates K gradients per step uses K passes, or with mini-batches their "
@@ -35,33 +36,15 @@ COUNTING = (
 )
 
 
-class UsageError(Exception):
-    """What was asked for does not exist; the message says what does."""
-
-
-def require_writable(out: Path) -> None:
-    """Refuse a folder that runs could not be kept in, before anything is run."""
-    try:
-        (out / "runs").mkdir(parents=True, exist_ok=True)
-        (out / "runs" / ".writable").touch()
-    except OSError as error:
-        raise UsageError(f"Cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
-
-
 @dataclass
-class Request:
+class PaperRequest(Request):
     """What the user asked for."""
 
-    out: Path
     data: tuple[str, ...] = ()
     """Data sets by name; none for the paper's, or the shipped one where those cannot be found."""
-    data_dir: Path | None = None
     methods: tuple[str, ...] = ()
     seeds: int | None = None
     gradients: int | None = None
-    workers: int = 0
-    short: bool = False
-    """Shipped data, fewer methods, shorter runs: to see what it is like."""
     notes: list[str] = field(default_factory=list)
 
     def pick(self, value: int | None, usual: int, short: int) -> int:
@@ -69,15 +52,15 @@ class Request:
         return value if value is not None else short if self.short else usual
 
 
-def reproduce(experiments: tuple[str, ...], request: Request, console: Console) -> Path:
+def reproduce(experiments: tuple[str, ...], request: PaperRequest, console: Console) -> Path:
     """Run ``experiments``, write their results, and draw the report from all results that are there."""
     check(request, needs_data=any(name in WITH_DATA for name in experiments))
     for note in request.notes:
         console.print(f"Note: {note}", style="yellow", soft_wrap=True)
-    pool = Pool(Store(request.out / "runs"), console, request.workers)
+    pool = request.pool(console)
     for name in experiments:
         result = EXPERIMENTS[name](request, pool)
-        write_json(request.out / "results" / f"{name}.json", result, indent=1)
+        write_json(request.results / f"{name}.json", result, indent=1)
     return report(request.out, console)
 
 
@@ -90,10 +73,7 @@ def report(out: Path, console: Console) -> Path:
     for name in EXPERIMENTS:
         path = out / "results" / f"{name}.json"
         if path.exists():
-            try:
-                results[name] = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise UsageError(f"{path} is no JSON file ({error}): run `vprop reproduce {name}` again.") from error
+            results[name] = read_json(path, f"vprop reproduce {name}")
     if not results:
         raise UsageError(f"There are no results in {out / 'results'}: run `vprop reproduce logreg --out {out}` first.")
     checked(results)
@@ -105,7 +85,7 @@ def report(out: Path, console: Console) -> Path:
     return page
 
 
-def check(request: Request, needs_data: bool = True) -> None:
+def check(request: PaperRequest, needs_data: bool = True) -> None:
     """Refuse what cannot work before anything is run, and settle which data are used."""
     request.methods, request.data = tuple(dict.fromkeys(request.methods)), tuple(dict.fromkeys(request.data))
     for name in request.methods:
@@ -113,19 +93,18 @@ def check(request: Request, needs_data: bool = True) -> None:
             raise UsageError(f"Unknown method {name!r}: must be one of {', '.join(BY_NAME)}.")
     at_least = {
         "seeds": (request.seeds, 1),
-        "workers": (request.workers, 0),
         # What one step of some method takes.
         "gradients": (request.gradients, max((BY_NAME[name].gradients for name in request.methods), default=10)),
     }
     for name, (value, least) in at_least.items():
         if value is not None and value < least:
             raise UsageError(f"Invalid --{name} {value}: must be at least {least}.")
-    require_writable(request.out)
+    request.check()
     if needs_data:
         _settle_data(request)
 
 
-def _settle_data(request: Request) -> None:
+def _settle_data(request: PaperRequest) -> None:
     if request.data or request.short:
         request.data = request.data or SHIPPED_DATA
         for name in request.data:
@@ -152,8 +131,8 @@ def _check_binary(name: str) -> None:
         raise DataError(f"The experiments need two classes, which {name!r} has not: choose from {usable}.")
 
 
-def _methods(request: Request, experiment: str, left_out: tuple[str, ...] = ()) -> tuple[str, ...]:
-    usable = [name for name in request.methods if experiment == "mlp" or not BY_NAME[name].networks_only]
+def _methods(request: PaperRequest, experiment: str, left_out: tuple[str, ...] = ()) -> tuple[str, ...]:
+    usable = [name for name in request.methods if experiment == "mlp" or "logreg" in BY_NAME[name].problems]
     if request.methods and not usable:
         raise UsageError(f"{', '.join(request.methods)} is for networks: use it with `vprop reproduce mlp`.")
     short = ("bbvi", "cvi-10", "vprop-2", "vprop-1", "vprop-0", "rmsprop", "vprop-2-centered", "vong-2-centered")
@@ -162,17 +141,22 @@ def _methods(request: Request, experiment: str, left_out: tuple[str, ...] = ()) 
     return short if request.short else tuple(name for name in BY_NAME if name not in left_out)
 
 
-def _logreg(request: Request, pool: Pool) -> dict[str, Any]:
-    plan = Plan(
-        problem="logreg",
+def _figures(request: PaperRequest, problem: str, passes: int, left_out: tuple[str, ...], points: int = 16) -> Figures:
+    """The paper's: full batches and mini-batches; a look has full batches alone."""
+    return Figures(
+        problem=problem,
         data=request.data,
         batches=(None,) if request.short else (None, 32),
         seeds=request.pick(request.seeds, 3, 2),
-        gradients=request.pick(request.gradients, 600, 200),
-        methods=_methods(request, "logreg", NOT_BY_DEFAULT),
+        gradients=request.pick(request.gradients, passes, 200),
+        methods=_methods(request, problem, left_out),
         data_dir=request.data_dir,
+        points=points,
     )
-    return compare(plan, pool) | {
+
+
+def _logreg(request: PaperRequest, pool: Pool) -> dict[str, Any]:
+    return draw_figures(_figures(request, "logreg", 600, ("vogn-10", *LEFT_OUT)), pool) | {
         "title": "Logistic regression",
         "description": "ELBO on the training data, by quadrature (left), and log-loss of the posterior predictive on "
         "the test data (right). The dashed lines are exact variational inference by L-BFGS, diagonal and full. "
@@ -181,21 +165,19 @@ def _logreg(request: Request, pool: Pool) -> dict[str, Any]:
     }
 
 
-def _long(request: Request, pool: Pool) -> dict[str, Any]:
-    data = "a1a" if "a1a" in request.data else request.data[0]
-    plan = Plan(
-        problem="logreg",
-        data=(data,),
+def _long(request: PaperRequest, pool: Pool) -> dict[str, Any]:
+    figures = replace(
+        _figures(request, "logreg", 4000, LEFT_OUT),
+        data=("a1a" if "a1a" in request.data else request.data[0],),
         batches=(None,),
         seeds=1,
         gradients=request.pick(request.gradients, 4000, 400),
         methods=_methods(request, "long") if request.methods else LONG_METHODS,
-        data_dir=request.data_dir,
         fixed={"lr": 0.1, "beta2": 0.98},
         decay=True,
         id_suffix="-long",
     )
-    return compare(plan, pool) | {
+    return draw_figures(figures, pool) | {
         "experiment": "long",
         "title": "Given time",
         "description": "Where the methods end up when they are run for long, one seed, one setting for all, the step "
@@ -205,18 +187,8 @@ def _long(request: Request, pool: Pool) -> dict[str, Any]:
     }
 
 
-def _mlp(request: Request, pool: Pool) -> dict[str, Any]:
-    plan = Plan(
-        problem="mlp",
-        data=request.data,
-        batches=(None,) if request.short else (None, 32),
-        seeds=request.pick(request.seeds, 3, 2),
-        gradients=request.pick(request.gradients, 800, 200),
-        methods=_methods(request, "mlp", ("von-10", "vong-2", "vprop-2-fisher", "bbvi-rmsprop", "bbvi-adam")),
-        data_dir=request.data_dir,
-        points=14,
-    )
-    return compare(plan, pool) | {
+def _mlp(request: PaperRequest, pool: Pool) -> dict[str, Any]:
+    return draw_figures(_figures(request, "mlp", 800, ("von-10", *LEFT_OUT), points=14), pool) | {
         "title": "A small network",
         "description": "Two hidden layers of ten tanh units, λ = 1. The ELBO is estimated with 100 weight samples, the "
         "same noise for every method; its standard error is in the tables. The test log-loss averages 32 samples. "
@@ -229,23 +201,23 @@ def _mlp(request: Request, pool: Pool) -> dict[str, Any]:
     }
 
 
-def _explore(request: Request, pool: Pool) -> dict[str, Any]:
+def _explore(request: PaperRequest, pool: Pool) -> dict[str, Any]:
     return explore(pool, request.pick(request.seeds, 40, 10))
 
 
-def _filter(request: Request, pool: Pool) -> dict[str, Any]:
+def _filter(request: PaperRequest, pool: Pool) -> dict[str, Any]:
     data = "australian" if "australian" in request.data else request.data[0]
     result = filters(pool, data, request.pick(request.seeds, 5, 2), request.data_dir)
     return result | {"notes": [*request.notes, *result["notes"]]}
 
 
-def _memory(request: Request, pool: Pool) -> dict[str, Any]:
+def _memory(request: PaperRequest, pool: Pool) -> dict[str, Any]:
     return memory()
 
 
 WITH_DATA = ("logreg", "mlp", "long", "filter")
 
-EXPERIMENTS: dict[str, Callable[[Request, Pool], dict[str, Any]]] = {
+EXPERIMENTS: dict[str, Callable[[PaperRequest, Pool], dict[str, Any]]] = {
     "logreg": _logreg,
     "mlp": _mlp,
     "long": _long,

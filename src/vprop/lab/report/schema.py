@@ -11,8 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from vprop.lab.errors import LabError
 
-class ReportError(ValueError):
+
+class ReportError(LabError, ValueError):
     """A result that cannot be shown; the message says which part of it and why."""
 
 

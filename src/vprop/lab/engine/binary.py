@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from vprop import Objective, Posterior, Prediction
+from vprop import Posterior, Prediction
 from vprop.baselines import MCDropout
 from vprop.functional import logistic
 from vprop.lab.data import Dataset, load
+from vprop.lab.engine.problem import Problem
+from vprop.likelihood import Likelihood
 from vprop.posterior import DiagonalPosterior, FullPosterior
 
 PRIOR_PRECISION = {("logreg", "australian"): 1e-5, ("logreg", "a1a"): 2.8072}
@@ -37,33 +39,18 @@ class Score:
     """On the test data; ``None`` where nobody asked."""
 
 
-class Problem(ABC):
-    """Data, model and prior. Labels are 0 and 1, the loss is the mean Bernoulli negative log-likelihood."""
+class BinaryProblem(Problem):
+    """Two classes: labels are 0 and 1, the loss is the mean Bernoulli negative log-likelihood."""
 
-    name: str
-    dtype: torch.dtype
-    hess_init: float
-    """The curvature per example that every Gaussian starts with, so that all start with the same variance."""
+    dtype: ClassVar[torch.dtype]
+    likelihood: ClassVar[Likelihood] = "bernoulli"
+    loss_fn = staticmethod(F.binary_cross_entropy_with_logits)
 
     def __init__(self, data: Dataset) -> None:
-        self.data = data
+        super().__init__(data)
         self.train_x, self.test_x = data.train_x.to(self.dtype), data.test_x.to(self.dtype)
         self.train_y, self.test_y = (y.to(self.dtype)[:, None] for y in (data.train_y, data.test_y))
         self.prior_precision = PRIOR_PRECISION.get((self.name, data.name), 1.0)
-
-    @property
-    def num_data(self) -> int:
-        """N."""
-        return len(self.train_x)
-
-    @abstractmethod
-    def model(self, seed: int, dropout: float = 0.0) -> nn.Module:
-        """A model with its initial weights."""
-
-    def objective(self, model: nn.Module, rows: Tensor | None) -> Objective:
-        """The mean loss on some rows of the training data, or on all of them."""
-        x, y = (self.train_x, self.train_y) if rows is None else (self.train_x[rows], self.train_y[rows])
-        return Objective(model, F.binary_cross_entropy_with_logits, x, y)
 
     @torch.no_grad()
     def log_joint(self, model: nn.Module) -> float:
@@ -93,7 +80,7 @@ class Problem(ABC):
         return Score(None, None, _log_loss(prediction, self.test_y))
 
 
-class LogisticRegression(Problem):
+class LogisticRegression(BinaryProblem):
     """Logistic regression, whose expectations are one-dimensional: everything is scored by quadrature."""
 
     name, dtype, hess_init = "logreg", torch.float64, 0.02
@@ -121,7 +108,7 @@ class LogisticRegression(Problem):
         return Score(float(elbo), 0.0, float(logistic.predictive_log_loss(self.test_x, self.data.test_y, mean, spread)))
 
 
-class SmallNetwork(Problem):
+class SmallNetwork(BinaryProblem):
     """Two hidden layers of ten tanh units."""
 
     name, dtype, hess_init = "mlp", torch.float32, 0.1
@@ -178,18 +165,10 @@ def _log_loss(prediction: Prediction, labels: Tensor) -> float:
     return float(-likelihood.clamp_min(1e-300).log().mean())
 
 
-PROBLEMS: dict[str, type[Problem]] = {"logreg": LogisticRegression, "mlp": SmallNetwork}
+PROBLEMS: dict[str, type[BinaryProblem]] = {"logreg": LogisticRegression, "mlp": SmallNetwork}
 
 
 @lru_cache(maxsize=4)
-def problem(name: str, data: str, data_dir: Path | None) -> Problem:
+def problem(name: str, data: str, data_dir: Path | None) -> BinaryProblem:
     """A problem with its data, loaded once per process."""
     return PROBLEMS[name](load(data, data_dir))
-
-
-def fingerprint(data: Dataset) -> str:
-    """A hash of the numbers themselves, so that a cached run is never taken for one on other data."""
-    digest = hashlib.sha256()
-    for tensor in (data.train_x, data.train_y, data.test_x, data.test_y):
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -1,31 +1,24 @@
-"""Many runs on all cores: what is in the store is not run again, what finishes is stored at once."""
+"""Many jobs on all cores: what is in the store is not run again, what finishes is stored at once.
+
+An interrupt keeps what is finished; the same command goes on from there.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from vprop.lab.experiments.store import Store
-
-Job = TypeVar("Job")
-
-
-class Interrupted(Exception):
-    """Ctrl-C, after everything that was finished has been stored."""
+from vprop.lab.engine.job import Job
+from vprop.lab.engine.store import Store
+from vprop.lab.errors import Interrupted
 
 
 @dataclass
@@ -37,59 +30,38 @@ class Pool:
     workers: int = 0
     """Processes; 0 for one per core."""
 
-    def run_all(
-        self,
-        title: str,
-        jobs: Sequence[Job],
-        execute: Callable[[Job], dict[str, Any]],
-        key: Callable[[Job], str],
-        cost: Callable[[Job], float] = lambda job: 1.0,
-    ) -> dict[str, dict[str, Any]]:
-        """The results of all jobs by key. ``cost`` is a guess, for the estimate of the time that is left."""
+    def run_all(self, title: str, jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
+        """The results of all jobs by key."""
         done: dict[str, dict[str, Any]] = {}
         waiting: dict[str, Job] = {}
         for job in jobs:
-            stored = self.store.load(key(job))
+            stored = self.store.load(job.key)
             if stored is None:
-                waiting[key(job)] = job
+                waiting[job.key] = job
             else:
-                done[key(job)] = stored
-        if len(done):
+                done[job.key] = stored
+        if done:
             self.console.print(f"{title}: {len(done)} of {len(done) + len(waiting)} runs were done before.")
         if waiting:
-            done.update(self._run_waiting(title, waiting, execute, cost))
+            done.update(self._run_waiting(title, waiting))
         return done
 
-    def _run_waiting(
-        self,
-        title: str,
-        waiting: dict[str, Job],
-        execute: Callable[[Job], dict[str, Any]],
-        cost: Callable[[Job], float],
-    ) -> dict[str, dict[str, Any]]:
+    def _run_waiting(self, title: str, waiting: dict[str, Job]) -> dict[str, dict[str, Any]]:
         done: dict[str, dict[str, Any]] = {}
-        columns = (
-            TextColumn("{task.description:<32}"),
-            BarColumn(),
-            TextColumn("{task.fields[finished]}/{task.fields[all]} runs"),
-            TimeElapsedColumn(),
-            TextColumn("left:"),
-            TimeRemainingColumn(),
-        )
         # Long ones first, so that no core waits for a straggler at the end.
-        order = sorted(waiting, key=lambda name: -cost(waiting[name]))
+        order = sorted(waiting, key=lambda name: -waiting[name].effort)
         executor = ProcessPoolExecutor(
             max_workers=min(self.workers or os.cpu_count() or 1, len(waiting)),
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_leave_interrupts_to_the_parent,
         )
-        with Progress(*columns, console=self.console, speed_estimate_period=600) as progress:
-            total = sum(cost(job) for job in waiting.values())
+        with _progress(self.console) as progress:
+            total = sum(job.effort for job in waiting.values())
             bar = progress.add_task(title, total=total, finished=0, all=len(waiting))
             futures: dict[Future[dict[str, Any]], str] = {}
             try:
                 for name in order:
-                    futures[executor.submit(execute, waiting[name])] = name
+                    futures[executor.submit(_execute, waiting[name])] = name
                 pending = set(futures)
                 while pending:
                     finished, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -98,7 +70,7 @@ class Pool:
                         name = futures[future]
                         done[name] = future.result()
                         self.store.save(name, done[name])
-                        progress.update(bar, advance=cost(waiting[name]), finished=len(done))
+                        progress.update(bar, advance=waiting[name].effort, finished=len(done))
             except KeyboardInterrupt:
                 for future, name in futures.items():  # finished, but not stored yet
                     if name not in done and future.done() and not future.cancelled() and future.exception() is None:
@@ -114,6 +86,22 @@ class Pool:
                 raise
         executor.shutdown()
         return done
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        TextColumn("{task.fields[finished]}/{task.fields[all]} runs"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, speed_estimate_period=600)
+
+
+def _execute(job: Job) -> dict[str, Any]:
+    return job.execute()
 
 
 def _stop(executor: ProcessPoolExecutor) -> None:

@@ -1,16 +1,25 @@
-"""Results of runs on disk, one small file each: written whole or not at all, so that an interrupt loses nothing."""
+"""Results on disk, one JSON file each: written whole or not at all, so that an interrupt loses nothing.
+
+A file's name is a key: a hash of what was asked for and of the code that answers, so that nothing is computed twice and
+nothing old is taken for new.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import vprop
 from vprop.files import write_text
-from vprop.lab.experiments import sources
+from vprop.lab.engine import sources
+from vprop.lab.errors import UsageError
+
+OTHER_FOLDER = "Choose another folder with --out."
 
 
 def key_of(spec: dict[str, Any], *modules: ModuleType, library: bool = True) -> str:
@@ -46,8 +55,31 @@ class Store:
         return self.folder / f"{key}.json"
 
 
+def require_writable(folder: Path, named: Path | None = None, remedy: str = OTHER_FOLDER) -> None:
+    """Refuse a folder that results could not be written to, before anything is run; ``named`` is what the user gave."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"Cannot write to {named or folder}: {error.strerror}. {remedy}") from error
+
+
 def write_json(path: Path, value: dict[str, Any], indent: int | None = None) -> None:
     """Make ``value`` the content of a file, at once, in a folder that is made if it is not there."""
     text = json.dumps(value, indent=indent, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
+
+
+def read_json(path: Path, command: str) -> Any:
+    """A result file, which ``command`` makes."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON file ({error}): run `{command}` again.") from error
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """What JSON can hold: ``None`` for NaN and infinity."""
+    return value if value is not None and math.isfinite(value) else None
