@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from vprop.checks import check_model, invalid
+from vprop.checks import check_model
 from vprop.curvature import CurvatureEstimator
 from vprop.likelihood import LikelihoodLike
 from vprop.objective import Objective
-from vprop.optim._arguments import check_fused, check_group, checked_params, warn_of_shared_memory
+from vprop.optim._arguments import check_fused, check_parameters, checked_params, warn_of_shared_memory
 from vprop.optim._checkpoints import CheckpointedOptimizer
 from vprop.optim._closures import mean_result
 from vprop.optim._group_keys import check_entries, drop_duplicates
@@ -26,6 +26,7 @@ from vprop.optim._old_gradients import refuse_old_gradients
 from vprop.optim._sampling import at_the_mean
 from vprop.optim.auto_prior import due_for_change, take_auto, update_auto_priors
 from vprop.optim.diagnosis import Diagnosis, diagnose
+from vprop.optim.hyperparameters import Hyperparameter, Shared, check_hyperparameters, declared_in
 from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.ranks import average_over_ranks, has_own_noise, rank_and_count, require_averaged
 from vprop.parallel.sharding import is_sharded, local_grad
@@ -47,15 +48,15 @@ class VariationalOptimizer(CheckpointedOptimizer):
 
     _has_kernels = False
     """Whether there are kernels for its samples and updates."""
-    _can_center = True
-    """Whether the curvature can be taken from the spread of the samples' gradients."""
+    _hyperparameters: dict[str, Hyperparameter] = declared_in(Shared)
+    """What the entries of a group are checked by."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(checked_params(params, type(self).__name__), defaults)
         # Lists go with the parameters of the constructor; a group added later has its own or the usual prior.
-        for name, usual in (("prior_mean", None), ("prior_precision", 1.0)):
-            if isinstance(self.defaults[name], list | tuple | Tensor):
-                self.defaults[name] = usual
+        for name, declared in self._hyperparameters.items():
+            if declared.per_parameter and isinstance(self.defaults[name], list | tuple | Tensor):
+                self.defaults[name] = declared.default
 
     # -- what a structure provides ---------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class VariationalOptimizer(CheckpointedOptimizer):
         if isinstance(param_group, dict):  # what else there is torch refuses
             check_entries(param_group, self.defaults, type(self).__name__)
         super().add_param_group(param_group)
-        drop_duplicates(self.param_groups[-1])
+        drop_duplicates(self.param_groups[-1], self._hyperparameters)
         self.param_groups[-1][METHOD] = self._method()
         try:
             self._check_group(self.param_groups[-1])
@@ -155,21 +156,12 @@ class VariationalOptimizer(CheckpointedOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         take_auto(group)
-        check_group(group, self._matrix_prior)
-        self._check_centering(group)
+        check_parameters(group["params"])
+        check_hyperparameters(group, self._hyperparameters)
 
     def _check_samples(self, group: dict[str, Any]) -> None:
         take_auto(group)  # "auto" may also be set on a group later
         super()._check_samples(group)
-
-    def _check_centering(self, group: dict[str, Any]) -> None:
-        if group["centered"] and not self._can_center:
-            raise invalid(
-                "centered",
-                True,
-                f"False for {type(self).__name__}",
-                "Its curvature is no spread of gradients; Vprop and VONG can be centred.",
-            )
 
     # -- the three loops -------------------------------------------------------------------------------------
 

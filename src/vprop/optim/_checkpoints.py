@@ -28,8 +28,6 @@ from vprop.precision import compute_dtype
 class CheckpointedOptimizer(SamplingOptimizer):
     """An optimizer whose state can be saved, loaded, copied and pickled between steps."""
 
-    _matrix_prior = False
-    """Whether the structure can have a prior with correlations."""
     _state_form: StateForm
     """What the structure keeps of each parameter."""
     _kept_when_loading: tuple[str, ...] = ()

@@ -84,7 +84,6 @@ class FullOptimizer(VariationalOptimizer):
     the matrix H over all parameters that have a state, in float64.
     """
 
-    _matrix_prior = True
     _state_form = StateForm(needed=(), like_parameter=("momentum", "mean"), shared=("hess",), may_be_anything=("mean",))
 
     @abstractmethod
@@ -97,7 +96,7 @@ class FullOptimizer(VariationalOptimizer):
 
     def _check_groups_together(self, groups: list[dict[str, Any]]) -> None:
         super()._check_groups_together(groups)
-        check_shared(groups)
+        check_shared(groups, self._hyperparameters)
         params = [p for group in groups for p in group["params"] if p.requires_grad]
         check_size(type(self).__name__, params, max(group["max_parameters"] for group in groups))
 

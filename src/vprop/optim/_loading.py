@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vprop.optim._arguments import is_number
+from vprop.checks import is_number
 from vprop.parallel.sharding import shard_of, to_local
 
 METHOD = "variational_method"

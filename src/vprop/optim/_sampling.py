@@ -14,9 +14,9 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from vprop.checks import check_flag, invalid, is_number
-from vprop.optim._arguments import check_samples
 from vprop.optim._ledger import Holder, Ledger, forget_casts, note_hooks
 from vprop.optim._plans import KeptWeights, Plan
+from vprop.optim.hyperparameters import check_samples
 from vprop.parallel.ranks import has_own_noise
 from vprop.parallel.sharding import is_sharded
 
