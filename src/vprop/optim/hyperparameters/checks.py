@@ -22,13 +22,11 @@ def check_hyperparameters(group: dict[str, Any], declared: Mapping[str, Hyperpar
     for name, value in group.items():
         if is_number(value):  # NumPy's numbers would end up in checkpoints
             group[name] = int(value) if isinstance(value, Integral) else float(value)
-    present = [(name, hyperparameter) for name, hyperparameter in declared.items() if name in group]
-    for name, hyperparameter in present:
-        if hyperparameter.check is not None:
-            hyperparameter.check(name, group)
-    for name, hyperparameter in present:
-        if hyperparameter.fits is not None:
-            hyperparameter.fits(name, group)
+    present = {name: hyperparameter for name, hyperparameter in declared.items() if name in group}
+    for name, hyperparameter in present.items():
+        hyperparameter.check(name, group)
+    for name, hyperparameter in present.items():
+        hyperparameter.fits(name, group)
     _scales(group)
 
 
@@ -36,7 +34,7 @@ def check_hyperparameters(group: dict[str, Any], declared: Mapping[str, Hyperpar
 
 
 def number(allowed: str, accept: Callable[[float], bool], remedy: str) -> Check:
-    """A check of a number, finite unless ``accept`` takes infinity."""
+    """A number, finite unless ``accept`` takes infinity."""
 
     def check(name: str, group: dict[str, Any]) -> None:
         value = group[name]
@@ -47,31 +45,27 @@ def number(allowed: str, accept: Callable[[float], bool], remedy: str) -> Check:
 
 
 def positive(remedy: str) -> Check:
-    """A check of a finite number > 0."""
+    """A finite number > 0."""
     return number("a finite number > 0", lambda v: 0 < v < math.inf, remedy)
 
 
 def not_negative(remedy: str) -> Check:
-    """A check of a finite number >= 0."""
+    """A finite number >= 0."""
     return number("a finite number >= 0", lambda v: 0 <= v < math.inf, remedy)
 
 
 def rate(name: str, group: dict[str, Any]) -> None:
     """A step size. One that is a tensor is kept as a view: whoever changes the tensor changes the rate."""
     lr = group[name]
-    remedy = "0.1 is a good first try."
-    if not isinstance(lr, Tensor):
-        return not_negative(remedy)(name, group)
-    usable = lr.numel() == 1 and lr.is_floating_point() and lr.layout == torch.strided and not lr.is_meta
-    if not usable or lr.requires_grad:
-        allowed = (
-            "a finite number >= 0, or a tensor with one such number, of a floating-point dtype, without a gradient"
-        )
-        raise invalid(name, lr, allowed, "Pass e.g. lr=torch.tensor(0.1).")
-    group[name] = lr.reshape(())
-    if not 0 <= lr.item() < math.inf:
-        raise invalid(name, group[name], "a finite number >= 0", remedy)
-    return None
+    if isinstance(lr, Tensor):
+        usable = lr.numel() == 1 and lr.is_floating_point() and lr.layout == torch.strided and not lr.is_meta
+        if not usable or lr.requires_grad:
+            allowed = "a finite number >= 0, or a tensor with one such number, of a floating-point dtype, without a "
+            raise invalid(name, lr, f"{allowed}gradient", "Pass e.g. lr=torch.tensor(0.1).")
+        group[name] = lr.reshape(())
+    value = lr.item() if isinstance(lr, Tensor) else lr
+    if not is_finite(value) or value < 0:
+        raise invalid(name, group[name], "a finite number >= 0", "0.1 is a good first try.")
 
 
 def flag(name: str, group: dict[str, Any]) -> None:
@@ -96,13 +90,21 @@ def or_none(check: Check) -> Check:
 
 
 def one_of(values: tuple[Any, ...], allowed: str, remedy: str) -> Check:
-    """A check of a choice."""
+    """One of a few values, which ``allowed`` says in words."""
 
     def check(name: str, group: dict[str, Any]) -> None:
         if group[name] not in values:
             raise invalid(name, group[name], allowed, remedy)
 
     return check
+
+
+choice = one_of((None, True, False), "None, True or False", "None lets the library choose.")
+who_draws = one_of(
+    ("shared", "per_rank"),
+    '"shared" or "per_rank"',
+    "Shared: the ranks of a data-parallel run draw the same samples; per_rank: each draws its own.",
+)
 
 
 def pair_of_decays(name: str, group: dict[str, Any]) -> None:
@@ -120,21 +122,17 @@ def pair_of_decays(name: str, group: dict[str, Any]) -> None:
 def sample_count(name: str, group: dict[str, Any]) -> None:
     """How many samples; a draw has 30 bits for its number."""
     if not is_number(group[name], whole=True) or not 0 <= group[name] < 2**30:
-        raise invalid(
-            name,
-            group[name],
-            "an integer >= 0 (and below 2**30)",
-            "0 takes the gradient at the mean, K averages over K samples.",
-        )
+        remedy = "0 takes the gradient at the mean, K averages over K samples."
+        raise invalid(name, group[name], "an integer >= 0 (and below 2**30)", remedy)
 
 
 def not_centered(optimizer: str, why: str) -> dict[str, Any]:
     """What is otherwise with ``centered`` in a method whose curvature is no spread of gradients."""
+    remedy = "Its curvature is no spread of gradients; Vprop and VONG can be centred."
 
     def check(name: str, group: dict[str, Any]) -> None:
         flag(name, group)
         if group[name]:
-            remedy = "Its curvature is no spread of gradients; Vprop and VONG can be centred."
             raise invalid(name, True, f"False for {optimizer}", remedy)
 
     return {"words": f"not for {optimizer}, {why}.", "check": check}
@@ -143,23 +141,22 @@ def not_centered(optimizer: str, why: str) -> dict[str, Any]:
 # -- together with others --------------------------------------------------------------------------------------
 
 
-def check_samples(group: dict[str, Any]) -> None:
-    """Check the number of samples against what the other arguments need of it."""
-    sample_count("mc_samples", group)
-    count, antithetic, centered = group["mc_samples"], group["antithetic"], group["centered"]
+def enough_samples(name: str, group: dict[str, Any]) -> None:
+    """As many samples as the other arguments need."""
+    count, antithetic, centered = group[name], group["antithetic"], group["centered"]
     if centered and count < 2:
-        raise invalid(
-            "mc_samples",
-            count,
-            ">= 2 when centered=True",
-            "A spread needs two samples: try mc_samples=2, antithetic=True.",
-        )
+        remedy = "A spread needs two samples: try mc_samples=2, antithetic=True."
+        raise invalid(name, count, ">= 2 when centered=True", remedy)
     if antithetic and count < 2:
-        raise invalid("mc_samples", count, ">= 2 when antithetic=True", "A pair needs two samples: try mc_samples=2.")
+        raise invalid(name, count, ">= 2 when antithetic=True", "A pair needs two samples: try mc_samples=2.")
     if antithetic and centered and count % 2:
-        raise invalid(
-            "mc_samples", count, "even when antithetic=True and centered=True", f"Use mc_samples={count + 1}."
-        )
+        raise invalid(name, count, "even when antithetic=True and centered=True", f"Use mc_samples={count + 1}.")
+
+
+def check_samples(group: dict[str, Any]) -> None:
+    """Check the number of samples alone: groups can be edited at any time."""
+    sample_count("mc_samples", group)
+    enough_samples("mc_samples", group)
 
 
 def fisher_or_centered(name: str, group: dict[str, Any]) -> None:
@@ -169,7 +166,7 @@ def fisher_or_centered(name: str, group: dict[str, Any]) -> None:
 
 
 def own_noise_of_whole_parameters(name: str, group: dict[str, Any]) -> None:
-    """Noise of its own on each rank, where the parameters are whole on each."""
+    """Noise of its own on each rank only where the parameters are whole on each."""
     if group[name] == "per_rank" and any(is_sharded(p) for p in group["params"]):
         raise invalid(
             name,
@@ -188,16 +185,11 @@ def one_implementation(name: str, group: dict[str, Any]) -> None:
 def finite_variance(name: str, group: dict[str, Any]) -> None:
     """An initial curvature, where the prior has none."""
     precision = group["prior_precision"]
-    if isinstance(precision, Tensor):
+    if isinstance(precision, Tensor) or group[name] != 0:
         return
-    flat = any(bool((to_local(t) == 0).any()) for t in precision) if isinstance(precision, list) else precision == 0
-    if group[name] == 0 and flat:
-        raise invalid(
-            name,
-            group[name],
-            "> 0 when prior_precision is 0",
-            "Without either, the variance is infinite: set hess_init=1 or prior_precision > 0.",
-        )
+    if any(bool((to_local(t) == 0).any()) for t in precision) if isinstance(precision, list) else precision == 0:
+        remedy = "Without either, the variance is infinite: set hess_init=1 or prior_precision > 0."
+        raise invalid(name, group[name], "> 0 when prior_precision is 0", remedy)
 
 
 def _scales(group: dict[str, Any]) -> None:

@@ -56,7 +56,8 @@ def _constructor(init: Callable[..., None], own: dict[str, Hyperparameter]) -> C
         defaults = {name: declared.default for name, declared in own.items() if name != "lr"}
         init(self, *positional, **(defaults | given))
 
-    listed = list(inspect.signature(init).parameters.values())[:3]  # self, params, lr
+    first = list(inspect.signature(init).parameters.values())[:3]  # self, params, lr
+    listed = [*first[:2], first[2].replace(annotation=own["lr"].type)]
     for name, declared in list(own.items())[1:]:
         kind = inspect.Parameter.KEYWORD_ONLY
         listed.append(inspect.Parameter(name, kind, default=declared.default, annotation=declared.type))

@@ -14,6 +14,10 @@ Check = Callable[[str, dict[str, Any]], None]
 REQUIRED = inspect.Parameter.empty
 
 
+def anything(name: str, group: dict[str, Any]) -> None:
+    """No check."""
+
+
 @dataclass(frozen=True)
 class Hyperparameter:
     """One declaration. Name and type are those of the field of the ``TypedDict`` that it annotates."""
@@ -21,9 +25,9 @@ class Hyperparameter:
     words: str
     """What the documentation says of it."""
     default: Any = REQUIRED
-    check: Check | None = None
+    check: Check = anything
     """Refuses values that it cannot have, whatever the other entries of the group are."""
-    fits: Check | None = None
+    fits: Check = anything
     """Refuses values that do not go with the other entries, each of which has passed its own check."""
     shared_by_groups: bool = False
     """Whether one covariance over all groups needs one value in all of them."""

@@ -61,7 +61,9 @@ def _precision(name: str, group: dict[str, Any], matrix_prior: bool) -> None:
 
 
 def mean(name: str, group: dict[str, Any]) -> None:
-    """A list of tensors, of which copies are put into the precision of the parameters."""
+    """``None``, or a list of tensors, of which copies are put into the precision of the parameters."""
+    if group[name] is None:
+        return
     if not isinstance(group[name], list | tuple):
         raise invalid(name, group[name], "None or a list of tensors like params", "None means 0.")
     group[name] = _per_parameter(name, group[name], group["params"])

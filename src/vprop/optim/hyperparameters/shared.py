@@ -1,8 +1,8 @@
-"""The hyperparameters that optimizers share, each declared once: name, type, default, checks and words.
+"""The hyperparameters that optimizers share, each declared once: name, type, words, default and checks.
 
-A ``TypedDict`` is what type checkers and editors read without running anything; what it is annotated with is what the
-rest of the library reads. The sections are there because not every method takes all of them; their order is that of the
-arguments. Another argument for all is another field here.
+A ``TypedDict`` is what type checkers and editors read without running anything; what its fields are annotated with is
+what the rest of the library reads. There are sections because not every method takes all of them; their order is that
+of the arguments. Another argument for all is another field here.
 """
 
 import math
@@ -43,10 +43,10 @@ class Precision(TypedDict, total=False):
     prior_precision: Annotated[
         PriorPrecision,
         Hyperparameter(
-            'λ of the prior N(m₀, I/λ); or a list of tensors like ``params``, one λ per weight; or ``"auto"`` (or a '
-            ":class:`vprop.AutoPrior`) for the λ that maximizes the ELBO, followed while training.",
-            default=1.0,
-            check=prior.precision,
+            'λ of the prior N(m₀, I/λ); or a list of tensors like ``params``, one λ per weight; or ``"auto"``, or a '
+            ":class:`vprop.AutoPrior`, for the λ that maximizes the ELBO, followed while training.",
+            1.0,
+            prior.precision,
             per_parameter=True,
         ),
     ]
@@ -59,31 +59,26 @@ class MatrixPrecision(TypedDict, total=False):
         PriorPrecision | Tensor,
         Hyperparameter(
             "as for Vprop; or a matrix over all weights, which ``posterior.as_prior()`` makes.",
-            default=1.0,
-            check=prior.precision_or_matrix,
+            1.0,
+            prior.precision_or_matrix,
             per_parameter=True,
         ),
     ]
 
 
 class Averages(TypedDict, total=False):
-    """Where the mean is pulled to, and the averages of what it is moved by."""
+    """Where the mean is pulled to, and the averages of what moves it."""
 
     prior_mean: Annotated[
         Sequence[Tensor] | None,
-        Hyperparameter(
-            "m₀ as a list of tensors like ``params``; ``None`` is 0.",
-            default=None,
-            check=checks.or_none(prior.mean),
-            per_parameter=True,
-        ),
+        Hyperparameter("m₀ as a list of tensors like ``params``; ``None`` is 0.", None, prior.mean, per_parameter=True),
     ]
     betas: Annotated[
         tuple[float, float],
         Hyperparameter(
             "(β₁, β₂), momentum of the gradient and decay of the curvature.",
-            default=(0.0, 0.999),
-            check=checks.pair_of_decays,
+            (0.0, 0.999),
+            checks.pair_of_decays,
             shared_by_groups=True,
         ),
     ]
@@ -93,39 +88,32 @@ class Samples(TypedDict, total=False):
     """How many, and how they belong together."""
 
     mc_samples: Annotated[
-        int,
-        Hyperparameter(
-            "K, weight samples per step.",
-            default=1,
-            check=checks.sample_count,
-            fits=lambda name, group: checks.check_samples(group),
-        ),
+        int, Hyperparameter("K, weight samples per step.", 1, checks.sample_count, checks.enough_samples)
     ]
     antithetic: Annotated[
-        bool,
-        Hyperparameter("samples 2j and 2j+1 use +ε and −ε.", default=False, check=checks.flag, shared_by_groups=True),
+        bool, Hyperparameter("samples 2j and 2j+1 use +ε and −ε.", False, checks.flag, shared_by_groups=True)
     ]
     centered: Annotated[
         bool,
         Hyperparameter(
             "take the curvature from the spread of the samples' gradients, which removes the bias of the squared mean "
             "and of the mini-batch noise. Needs ``mc_samples >= 2``; best with ``antithetic``.",
-            default=False,
-            check=checks.flag,
+            False,
+            checks.flag,
             shared_by_groups=True,
         ),
     ]
 
 
 class Scales(TypedDict, total=False):
-    """How wide the posterior is and how it starts."""
+    """How wide the posterior is, and how it starts."""
 
     temperature: Annotated[
         float,
         Hyperparameter(
             "τ; 1 is Bayes, below 1 a colder and narrower posterior.",
-            default=1.0,
-            check=checks.positive("1 is the Bayesian posterior, smaller values are colder (less noise)."),
+            1.0,
+            checks.positive("1 is the Bayesian posterior, smaller values are colder (less noise)."),
             shared_by_groups=True,
         ),
     ]
@@ -133,20 +121,20 @@ class Scales(TypedDict, total=False):
         float,
         Hyperparameter(
             "h before the first step, in units of the mean loss's curvature.",
-            default=1.0,
-            check=checks.not_negative("It is the curvature of the mean loss before any data: 1 is a good first try."),
-            fits=checks.finite_variance,
+            1.0,
+            checks.not_negative("It is the curvature of the mean loss before any data: 1 is a good first try."),
+            checks.finite_variance,
         ),
     ]
     clip_radius: Annotated[
         float,
         Hyperparameter(
             "bound on each element of the preconditioned step, before ``lr``.",
-            default=math.inf,
-            check=checks.number("a number > 0", lambda v: v > 0, 'Use float("inf") for no clipping.'),
+            math.inf,
+            checks.number("a number > 0", lambda v: v > 0, 'Use float("inf") for no clipping.'),
         ),
     ]
-    seed: Annotated[int, Hyperparameter("key of the noise.", default=0, check=checks.seed)]
+    seed: Annotated[int, Hyperparameter("key of the noise.", 0, checks.seed)]
 
 
 class Ranks(TypedDict, total=False):
@@ -158,13 +146,9 @@ class Ranks(TypedDict, total=False):
             'in a run on several ranks (DistributedDataParallel), ``"shared"`` draws the same sample on all of them, '
             'and ``"per_rank"`` one of its own on each: more samples for the same work, at the price of one more '
             "reduction per step and a copy of the weights.",
-            default="shared",
-            check=checks.one_of(
-                ("shared", "per_rank"),
-                '"shared" or "per_rank"',
-                "Shared: the ranks of a data-parallel run draw the same samples; per_rank: each draws its own.",
-            ),
-            fits=checks.own_noise_of_whole_parameters,
+            "shared",
+            checks.who_draws,
+            checks.own_noise_of_whole_parameters,
             shared_by_groups=True,
         ),
     ]
@@ -174,14 +158,8 @@ class Sign(TypedDict, total=False):
     """What the loss is."""
 
     maximize: Annotated[
-        bool,
-        Hyperparameter(
-            "the loss is a log-likelihood to maximize.", default=False, check=checks.flag, shared_by_groups=True
-        ),
+        bool, Hyperparameter("the loss is a log-likelihood to maximize.", False, checks.flag, shared_by_groups=True)
     ]
-
-
-_choice = checks.one_of((None, True, False), "None, True or False", "None lets the library choose.")
 
 
 class Implementation(TypedDict, total=False):
@@ -193,8 +171,8 @@ class Implementation(TypedDict, total=False):
             "ask for torch's own operations, which run on any device and can be compiled, in place of kernels: "
             "``True`` for all parameters of a group as one flat tensor, ``False`` for one at a time. The same result "
             "to rounding.",
-            default=None,
-            check=_choice,
+            None,
+            checks.choice,
         ),
     ]
     fused: Annotated[
@@ -203,30 +181,25 @@ class Implementation(TypedDict, total=False):
             "``True`` asks for kernels that sample and update in one pass over memory, and is an error where there are "
             "none; ``False`` forbids them; ``None`` takes them where they are, unless ``foreach`` is given. There are "
             "kernels for float32, bfloat16 and float16 parameters on CUDA (Triton) and CPU.",
-            default=None,
-            check=_choice,
-            fits=checks.one_implementation,
+            None,
+            checks.choice,
+            checks.one_implementation,
         ),
     ]
     capturable: Annotated[
         bool,
         Hyperparameter(
-            "keep the step count on the device, so that a CUDA graph can capture sampling and step.",
-            default=False,
-            check=checks.flag,
+            "keep the step count on the device, so that a CUDA graph can capture sampling and step.", False, checks.flag
         ),
     ]
 
 
 class Shared(Data, Precision, Averages, Samples, Scales, Ranks, Sign, Implementation, total=False):
-    """What the optimizers with a diagonal share: those that every optimizer is checked for."""
+    """What the optimizers with a diagonal share."""
 
 
 class SharedByFull(Data, MatrixPrecision, Averages, Samples, Scales, Ranks, Sign, Implementation, total=False):
     """What the optimizers with a full covariance share."""
-
-
-# -- of some methods -------------------------------------------------------------------------------------------
 
 
 class SampledFisher(TypedDict, total=False):
@@ -237,9 +210,9 @@ class SampledFisher(TypedDict, total=False):
         Hyperparameter(
             "take the curvature from labels drawn from the model in place of the observed ones, which makes it the "
             "Fisher; ``step`` then needs a :class:`vprop.Objective`, and each sample costs a second gradient.",
-            default=False,
-            check=checks.flag,
-            fits=checks.fisher_or_centered,
+            False,
+            checks.flag,
+            checks.fisher_or_centered,
             shared_by_groups=True,
         ),
     ]
@@ -249,16 +222,11 @@ class HessianRows(TypedDict, total=False):
     """Of the methods that compute Hessians."""
 
     chunk_size: Annotated[
-        int,
-        Hyperparameter(
-            "rows of the Hessian computed at a time; bounds the memory.", default=32, check=checks.at_least_one
-        ),
+        int, Hyperparameter("rows of the Hessian computed at a time; bounds the memory.", 32, checks.at_least_one)
     ]
 
 
 class MatrixSize(TypedDict, total=False):
     """Of the methods with a full covariance."""
 
-    max_parameters: Annotated[
-        int, Hyperparameter("the largest matrix you agree to.", default=5000, check=checks.at_least_one)
-    ]
+    max_parameters: Annotated[int, Hyperparameter("the largest matrix you agree to.", 5000, checks.at_least_one)]
