@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 import torch
@@ -18,42 +17,27 @@ from vprop.optim._loading import StateForm
 from vprop.optim._members import Member, mean_of
 from vprop.optim._written import Written
 from vprop.optim.hyperparameters import Hyperparameter, not_centered, with_hyperparameters
-from vprop.optim.hyperparameters.checks import not_negative, number, one_of, or_none
+from vprop.optim.hyperparameters.checks import not_negative, one_of, or_none
 from vprop.optim.hyperparameters.shared import Averages, Data, Implementation, Precision, Samples, Scales, Sign
 from vprop.precision import compute_dtype
 
 _METHODS = ("sgd", "rmsprop", "adam")
+_REMEDY = "Leave it out for the default."
 
 
 class BBVIArguments(Data, Precision, Averages, Samples, Scales, Sign, Implementation, total=False):
     """Of BBVI: the shared ones without ``noise``, and its own."""
 
     method: Annotated[
-        str,
-        Hyperparameter(
-            '"sgd", "rmsprop" or "adam".',
-            default="sgd",
-            check=one_of(_METHODS, f"one of {_METHODS}", "'sgd' takes constant steps."),
-        ),
+        str, Hyperparameter('"sgd", "rmsprop" or "adam".', "sgd", one_of(_METHODS, "'sgd' takes constant steps."))
     ]
     lr_std: Annotated[
         float | None,
         Hyperparameter(
-            "step for σ; ``None`` is ``lr``.",
-            default=None,
-            check=or_none(
-                number("None or a finite number >= 0", lambda v: 0 <= v < math.inf, "Leave it out for the default.")
-            ),
+            "step for σ; ``None`` is ``lr``.", None, or_none(not_negative(_REMEDY, "None or a finite number >= 0"))
         ),
     ]
-    eps: Annotated[
-        float,
-        Hyperparameter(
-            "added to the root of the mean square.",
-            default=1e-8,
-            check=not_negative("Leave it out for the default."),
-        ),
-    ]
+    eps: Annotated[float, Hyperparameter("added to the root of the mean square.", 1e-8, not_negative(_REMEDY))]
 
 
 @with_hyperparameters(

@@ -23,18 +23,14 @@ class IVONArguments(Shared, total=False):
     rescale_lr: Annotated[
         bool,
         Hyperparameter(
-            "multiply ``lr`` by hess_init+δ, so that the first step is ``lr`` times a plain gradient.",
-            default=False,
-            check=flag,
+            "multiply ``lr`` by hess_init+δ, so that the first step is ``lr`` times a plain gradient.", False, flag
         ),
     ]
 
 
 @with_hyperparameters(
     betas={"default": (0.9, 0.99999)},
-    hess_init={
-        "words": "h before the first step. With the long average it matters: the noise of most of the training."
-    },
+    hess_init={"words": "h before the first step. With the long average it matters: the noise of most of the training."},
     centered=not_centered("IVON", "whose curvature is no spread"),
 )
 class IVON(DiagonalOptimizer):

@@ -46,16 +46,14 @@ class MeanFieldArguments(Shared, total=False):
             "keep the precision positive as IVON does, by a further term in the average, and not by keeping h ≥ 0. For "
             'estimators that can be negative ("price", "hutchinson", "hessian"), whose noise a clamp would bias '
             "upwards where the curvature is small.",
-            default=False,
-            check=flag,
+            False,
+            flag,
         ),
     ]
     chunk_size: Annotated[
         int | None,
         Hyperparameter(
-            "of the estimators that work in chunks; ``None`` for their defaults.",
-            default=None,
-            check=or_none(at_least_one),
+            "of the estimators that work in chunks; ``None`` for their defaults.", None, or_none(at_least_one)
         ),
     ]
 

@@ -22,8 +22,8 @@ class VOGNArguments(Shared, total=False):
         Hyperparameter(
             "examples differentiated at a time; bounds the memory to that many gradients. ``None``: as many as make "
             "2²⁵ numbers (128 MiB), and at least 32.",
-            default=None,
-            check=or_none(at_least_one),
+            None,
+            or_none(at_least_one),
         ),
     ]
 

@@ -49,9 +49,9 @@ def positive(remedy: str) -> Check:
     return number("a finite number > 0", lambda v: 0 < v < math.inf, remedy)
 
 
-def not_negative(remedy: str) -> Check:
+def not_negative(remedy: str, allowed: str = "a finite number >= 0") -> Check:
     """A finite number >= 0."""
-    return number("a finite number >= 0", lambda v: 0 <= v < math.inf, remedy)
+    return number(allowed, lambda v: 0 <= v < math.inf, remedy)
 
 
 def rate(name: str, group: dict[str, Any]) -> None:
@@ -89,21 +89,21 @@ def or_none(check: Check) -> Check:
     return lambda name, group: None if group[name] is None else check(name, group)
 
 
-def one_of(values: tuple[Any, ...], allowed: str, remedy: str) -> Check:
-    """One of a few values, which ``allowed`` says in words."""
+def one_of(values: tuple[Any, ...], remedy: str, allowed: str | None = None) -> Check:
+    """One of a few values, which ``allowed`` may say in words."""
 
     def check(name: str, group: dict[str, Any]) -> None:
         if group[name] not in values:
-            raise invalid(name, group[name], allowed, remedy)
+            raise invalid(name, group[name], allowed or f"one of {values}", remedy)
 
     return check
 
 
-choice = one_of((None, True, False), "None, True or False", "None lets the library choose.")
+choice = one_of((None, True, False), "None lets the library choose.", "None, True or False")
 who_draws = one_of(
     ("shared", "per_rank"),
-    '"shared" or "per_rank"',
     "Shared: the ranks of a data-parallel run draw the same samples; per_rank: each draws its own.",
+    '"shared" or "per_rank"',
 )
 
 

@@ -87,12 +87,8 @@ def _matrix_prior(group: dict[str, Any]) -> None:
     finite = bool(torch.isfinite(wide).all())
     symmetric = finite and torch.allclose(wide, wide.T, rtol=1e-8, atol=1e-8 * float(wide.abs().max()))
     if not symmetric or int(torch.linalg.cholesky_ex(wide).info) != 0:
-        raise invalid(
-            "prior_precision",
-            "a matrix",
-            "symmetric and positive definite",
-            "It is a precision, the inverse of a covariance (posterior.as_prior() makes one).",
-        )
+        remedy = "It is a precision, the inverse of a covariance (posterior.as_prior() makes one)."
+        raise invalid("prior_precision", "a matrix", "symmetric and positive definite", remedy)
     group["prior_precision"] = wide
 
 
