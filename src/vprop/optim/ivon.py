@@ -30,7 +30,7 @@ class IVONArguments(Shared, total=False):
 
 @with_hyperparameters(
     betas={"default": (0.9, 0.99999)},
-    hess_init={"words": "h before the first step. With the long average it matters: the noise of most of the training."},
+    hess_init={"words": "h before the first step. With the long average it is the noise of most of the training."},
     centered=not_centered("IVON", "whose curvature is no spread"),
 )
 class IVON(DiagonalOptimizer):

@@ -37,18 +37,18 @@ class Data(TypedDict):
     ]
 
 
+_PRECISION = (
+    'λ of the prior N(m₀, I/λ); or a list of tensors like ``params``, one λ per weight; or ``"auto"``, or a '
+    ":class:`vprop.AutoPrior`, for the λ that maximizes the ELBO, followed while training"
+)
+
+
 class Precision(TypedDict, total=False):
     """The prior's precision, of each weight."""
 
     prior_precision: Annotated[
         PriorPrecision,
-        Hyperparameter(
-            'λ of the prior N(m₀, I/λ); or a list of tensors like ``params``, one λ per weight; or ``"auto"``, or a '
-            ":class:`vprop.AutoPrior`, for the λ that maximizes the ELBO, followed while training.",
-            1.0,
-            prior.precision,
-            per_parameter=True,
-        ),
+        Hyperparameter(_PRECISION + ".", 1.0, prior.precision, per_parameter=True),
     ]
 
 
@@ -58,7 +58,7 @@ class MatrixPrecision(TypedDict, total=False):
     prior_precision: Annotated[
         PriorPrecision | Tensor,
         Hyperparameter(
-            "as for Vprop; or a matrix over all weights, which ``posterior.as_prior()`` makes.",
+            _PRECISION + "; or a matrix over all weights, which ``posterior.as_prior()`` makes.",
             1.0,
             prior.precision_or_matrix,
             per_parameter=True,
