@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from vprop.checks import invalid, is_finite
 from vprop.curvature import CurvatureEstimator, NoiseProduct
 from vprop.functional import black_box, diagonal
-from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.hyperparameters import Hyperparameter, not_centered, with_hyperparameters
+from vprop.optim.hyperparameters.checks import not_negative, one_of, or_none
+from vprop.optim.hyperparameters.shared import Averages, Data, Implementation, Precision, Samples, Scales, Sign
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.precision import compute_dtype
 from vprop.structures import Diagonal, GroupStep, Member, Plan, Structure, TensorSpec
@@ -22,6 +23,7 @@ from vprop.structures.checks import refuse_sharded_parameters
 from vprop.structures.members import State, mean_of
 
 _METHODS = ("sgd", "rmsprop", "adam")
+_REMEDY = "Leave it out for the default."
 
 
 class MeanAndStd(Diagonal):
@@ -89,6 +91,29 @@ class MeanAndStd(Diagonal):
             self.count_unusable((~usable).sum())
 
 
+class BBVIArguments(Data, Precision, Averages, Samples, Scales, Sign, Implementation, total=False):
+    """Of BBVI: the shared ones without ``noise``, and its own."""
+
+    method: Annotated[
+        str, Hyperparameter('"sgd", "rmsprop" or "adam".', "sgd", one_of(_METHODS, "'sgd' takes constant steps."))
+    ]
+    lr_std: Annotated[
+        float | None,
+        Hyperparameter(
+            "step for σ; ``None`` is ``lr``.", None, or_none(not_negative(_REMEDY, "None or a finite number >= 0"))
+        ),
+    ]
+    eps: Annotated[float, Hyperparameter("added to the root of the mean square.", 1e-8, not_negative(_REMEDY))]
+
+
+@with_hyperparameters(
+    lr={"words": "step for μ."},
+    betas={"default": (0.9, 0.999), "words": 'of "adam"; "rmsprop" uses the second.'},
+    hess_init={"words": "σ starts at 1/√(ess·(hess_init+δ))."},
+    clip_radius={"words": "bound on each element of a direction, before ``lr`` and ``lr_std``."},
+    foreach={"words": "makes no difference here."},
+    centered=not_centered("BBVI", "which has no curvature"),
+)
 class BBVI(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference by plain, RMSprop or Adam steps in μ and σ: what Vprop is compared with.
 
@@ -102,53 +127,16 @@ class BBVI(VariationalOptimizer):
 
     and σ stays between half and twice its old value, so that 1/σ can do no harm. Beside μ it keeps σ, and two
     (RMSprop) or four (Adam) tensors of averages: 2, 4 and 6 numbers per weight, against the 2 of Vprop.
-
-    Args are those of :class:`vprop.Vprop`, and
-
-        method: "sgd", "rmsprop" or "adam".
-        lr_std: step for σ; ``None`` is ``lr``.
-        eps: added to the root of the mean square.
-        betas: of "adam"; "rmsprop" uses the second.
-        hess_init: σ starts at 1/√(ess·(hess_init+δ)).
-        clip_radius: bound on each element of a direction, before ``lr`` and ``lr_std``.
-        foreach: makes no difference here.
     """
 
-    _can_center = False
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 0.01,
-        *,
-        num_data: float,
-        prior_precision: PriorPrecision = 1.0,
-        prior_mean: Sequence[Tensor] | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        mc_samples: int = 1,
-        antithetic: bool = False,
-        centered: bool = False,
-        temperature: float = 1.0,
-        hess_init: float = 1.0,
-        clip_radius: float = float("inf"),
-        seed: int = 0,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        method: str = "sgd",
-        lr_std: float | None = None,
-        eps: float = 1e-8,
-    ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
-        super().__init__(params, defaults)
-
     structure = MeanAndStd
+
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.01, **hyperparameters: Unpack[BBVIArguments]) -> None:
+        super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         refuse_sharded_parameters(group, "BBVI")
-        _check(group)
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return NoiseProduct()
@@ -169,14 +157,3 @@ def _direction(name: str, grad: Tensor, state: dict[str, Tensor], group: dict[st
         average.copy_(new_average)
     square.copy_(new_square)
     return direction.clamp(-radius, radius)
-
-
-def _check(group: dict[str, Any]) -> None:
-    if group["method"] not in _METHODS:
-        raise invalid("method", group["method"], f"one of {_METHODS}", "'sgd' takes constant steps.")
-    for name, allowed in (("lr_std", "None or a finite number >= 0"), ("eps", "a finite number >= 0")):
-        value = group[name]
-        if name == "lr_std" and value is None:
-            continue
-        if not is_finite(value) or value < 0:
-            raise invalid(name, value, allowed, "Leave it out for the default.")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from vprop.optim._arguments import invalid
+from vprop.checks import invalid
+from vprop.optim._arguments import callers_level
+from vprop.optim.hyperparameters import Hyperparameter
 
 _OURS = frozenset({"params", "param_names", "auto_prior", "variational_method", "differentiable"})
 _WRITTEN_BY_SCHEDULERS = frozenset(
@@ -51,11 +52,11 @@ def check_entries(group: dict[str, Any], arguments: Collection[str], optimizer: 
                 f"A parameter group has {name}={value!r}, which is no argument of {optimizer} and changes nothing. It "
                 f"has: {', '.join(sorted(arguments))}.",
                 UserWarning,
-                stacklevel=_callers_level(),
+                stacklevel=callers_level(),
             )
 
 
-def drop_duplicates(group: dict[str, Any]) -> None:
+def drop_duplicates(group: dict[str, Any], declared: Mapping[str, Hyperparameter]) -> None:
     """Let a group hold each parameter once, with what goes with it. Of one given twice torch has warned.
 
     It would have two samples at a time, and half of its gradients.
@@ -65,17 +66,10 @@ def drop_duplicates(group: dict[str, Any]) -> None:
         positions.setdefault(id(p), i)
     if len(positions) == len(params):
         return
-    for name in ("params", "param_names", "prior_mean", "prior_precision"):
+    lists = [name for name, hyperparameter in declared.items() if hyperparameter.per_parameter]
+    for name in ("params", "param_names", *lists):
         if isinstance(group.get(name), list | tuple) and len(group[name]) == len(params):
             group[name] = [group[name][i] for i in positions.values()]
-
-
-def _callers_level() -> int:
-    """How far up the line is that built the group, above ours and torch's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("vprop", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _is_off(value: Any) -> bool:

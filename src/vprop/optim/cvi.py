@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, HessianDiagonal
-from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.hyperparameters import Shared, not_centered, with_hyperparameters
+from vprop.optim.hyperparameters.shared import HessianRows
 from vprop.optim.optimizer import VariationalOptimizer
 
 
+class CVIArguments(Shared, HessianRows, total=False):
+    """Of CVI."""
+
+
+@with_hyperparameters(centered=not_centered("CVI", "whose curvature has nothing to centre"))
 class CVI(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with the exact Hessian diagonal (the paper's CVI; diagonal VON).
 
@@ -24,10 +29,6 @@ class CVI(VariationalOptimizer):
     in the notation of :class:`vprop.Vprop`, whose arguments it shares. There is no bias from squared gradients or
     mini-batches, at the price of second derivatives: ``step`` needs a :class:`vprop.Objective`. In chains of linear
     layers and elementwise functions they cost about two gradients per output unit, elsewhere per weight.
-
-    Args:
-        chunk_size: rows of the Hessian computed at a time; bounds the memory.
-        centered: not for CVI, whose curvature has nothing to centre.
 
     >>> import vprop
     >>> import torch
@@ -40,33 +41,8 @@ class CVI(VariationalOptimizer):
     True
     """
 
-    _can_center = False
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 0.1,
-        *,
-        num_data: float,
-        prior_precision: PriorPrecision = 1.0,
-        prior_mean: Sequence[Tensor] | None = None,
-        betas: tuple[float, float] = (0.0, 0.999),
-        mc_samples: int = 1,
-        antithetic: bool = False,
-        centered: bool = False,
-        temperature: float = 1.0,
-        hess_init: float = 1.0,
-        clip_radius: float = float("inf"),
-        seed: int = 0,
-        noise: str = "shared",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        chunk_size: int = 32,
-    ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
-        super().__init__(params, defaults)
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.1, **hyperparameters: Unpack[CVIArguments]) -> None:
+        super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return HessianDiagonal(group["chunk_size"])

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, Price
-from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.hyperparameters import Hyperparameter, Shared, not_centered, with_hyperparameters
+from vprop.optim.hyperparameters.checks import flag
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import RIEMANNIAN, Rule
 
 
+class IVONArguments(Shared, total=False):
+    """Of IVON."""
+
+    rescale_lr: Annotated[
+        bool,
+        Hyperparameter(
+            "multiply ``lr`` by hess_init+δ, so that the first step is ``lr`` times a plain gradient.", False, flag
+        ),
+    ]
+
+
+@with_hyperparameters(
+    betas={"default": (0.9, 0.99999)},
+    hess_init={"words": "h before the first step. With the long average it is the noise of most of the training."},
+    centered=not_centered("IVON", "whose curvature is no spread"),
+)
 class IVON(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference by an improved variational online Newton step (Shen et al., 2024).
 
@@ -30,12 +46,6 @@ class IVON(VariationalOptimizer):
     *difference* of two gradients on one mini-batch, whose common part, all of the mini-batch's noise, cancels; with it
     a shorter average will do (β₂ = 0.999).
 
-    Args:
-        hess_init: h before the first step. With the long average it matters: the noise of most of the training.
-        clip_radius: bound on each element of the preconditioned step, before ``lr``.
-        rescale_lr: multiply ``lr`` by hess_init+δ, so that the first step is ``lr`` times a plain gradient.
-        centered: not for IVON, whose curvature is no spread.
-
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> optimizer = IVON([weight], lr=0.1, num_data=100, mc_samples=2, antithetic=True, betas=(0.9, 0.99))
@@ -50,33 +60,8 @@ class IVON(VariationalOptimizer):
     True
     """
 
-    _can_center = False
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 0.1,
-        *,
-        num_data: float,
-        prior_precision: PriorPrecision = 1.0,
-        prior_mean: Sequence[Tensor] | None = None,
-        betas: tuple[float, float] = (0.9, 0.99999),
-        mc_samples: int = 1,
-        antithetic: bool = False,
-        centered: bool = False,
-        temperature: float = 1.0,
-        hess_init: float = 1.0,
-        clip_radius: float = float("inf"),
-        seed: int = 0,
-        noise: str = "shared",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        rescale_lr: bool = False,
-    ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
-        super().__init__(params, defaults)
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.1, **hyperparameters: Unpack[IVONArguments]) -> None:
+        super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return Price()

@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Required, Unpack
 
 from vprop.checks import invalid
 from vprop.curvature import NAMES, CurvatureEstimator, by_name
-from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.hyperparameters import Hyperparameter, Shared, not_centered, with_hyperparameters
+from vprop.optim.hyperparameters.checks import at_least_one, flag, or_none
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import NATURAL, RIEMANNIAN, Rule
 
 
+def _estimator(name: str, group: dict[str, Any]) -> None:
+    if not isinstance(group[name], CurvatureEstimator) and group[name] not in NAMES:
+        raise invalid(
+            name,
+            group[name],
+            f"one of {NAMES}, or an estimator of vprop.curvature",
+            "'centered' with mc_samples=2, antithetic=True is a good first try.",
+        )
+
+
+class MeanFieldArguments(Shared, total=False):
+    """Of MeanField."""
+
+    curvature: Required[
+        Annotated[
+            str | CurvatureEstimator,
+            Hyperparameter(
+                "a name from the table, or an estimator of :mod:`vprop.curvature`, one of your own included.",
+                check=_estimator,
+            ),
+        ]
+    ]
+    riemannian: Annotated[
+        bool,
+        Hyperparameter(
+            "keep the precision positive as IVON does, by a further term in the average, and not by keeping h ≥ 0. For "
+            'estimators that can be negative ("price", "hutchinson", "hessian"), whose noise a clamp would bias '
+            "upwards where the curvature is small.",
+            False,
+            flag,
+        ),
+    ]
+    chunk_size: Annotated[
+        int | None,
+        Hyperparameter(
+            "of the estimators that work in chunks; ``None`` for their defaults.", None, or_none(at_least_one)
+        ),
+    ]
+
+
+@with_hyperparameters(centered=not_centered("MeanField", 'where ``curvature="centered"`` says it'))
 class MeanField(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with any estimator of the curvature: the grid that the others are from.
 
@@ -35,14 +76,6 @@ class MeanField(VariationalOptimizer):
     | ``"hutchinson"`` | E_q[diag ∇²ℓ] | an objective | |
     | ``"hessian"`` | E_q[diag ∇²ℓ], exact at each sample | an objective | ``CVI`` |
 
-    Args:
-        curvature: a name from the table, or an estimator of :mod:`vprop.curvature`, one of your own included.
-        riemannian: keep the precision positive as IVON does, by a further term in the average, and not by keeping
-            h ≥ 0. For estimators that can be negative ("price", "hutchinson", "hessian"), whose noise a clamp
-            would bias upwards where the curvature is small.
-        chunk_size: of the estimators that work in chunks; ``None`` for their defaults.
-        centered: not here; ``curvature="centered"`` says it.
-
     A checkpoint holds the name of ``curvature`` only: an optimizer that loads it keeps the estimator it was built with.
 
     >>> import vprop
@@ -57,47 +90,12 @@ class MeanField(VariationalOptimizer):
     True
     """
 
-    _can_center = False
     _kept_when_loading = ("curvature",)
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 0.1,
-        *,
-        num_data: float,
-        prior_precision: PriorPrecision = 1.0,
-        prior_mean: Sequence[Tensor] | None = None,
-        betas: tuple[float, float] = (0.0, 0.999),
-        mc_samples: int = 1,
-        antithetic: bool = False,
-        centered: bool = False,
-        temperature: float = 1.0,
-        hess_init: float = 1.0,
-        clip_radius: float = float("inf"),
-        seed: int = 0,
-        noise: str = "shared",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        curvature: str | CurvatureEstimator,
-        riemannian: bool = False,
-        chunk_size: int | None = None,
+        self, params: ParamsT, lr: float | Tensor = 0.1, **hyperparameters: Unpack[MeanFieldArguments]
     ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
-        super().__init__(params, defaults)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        curvature = group["curvature"]
-        if not isinstance(curvature, CurvatureEstimator) and curvature not in NAMES:
-            raise invalid(
-                "curvature",
-                curvature,
-                f"one of {NAMES}, or an estimator of vprop.curvature",
-                "'centered' with mc_samples=2, antithetic=True is a good first try.",
-            )
-        super()._check_group(group)
+        super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         curvature = group["curvature"]

@@ -22,8 +22,7 @@ from vprop.optim import checkpoints, refusals
 from vprop.optim._arguments import (
     check_estimator,
     check_fused,
-    check_group,
-    check_samples,
+    check_parameters,
     checked_params,
     warn_of_shared_memory,
 )
@@ -32,6 +31,7 @@ from vprop.optim.auto_prior import follow_auto_priors, take_auto
 from vprop.optim.closures import mean_result
 from vprop.optim.diagnosis import Diagnosis, diagnose
 from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached
+from vprop.optim.hyperparameters import Hyperparameter, Shared, check_hyperparameters, check_samples, declared_in
 from vprop.optim.loading import METHOD, check_is_mapping
 from vprop.optim.old_gradients import ADDED, refuse_old_gradients
 from vprop.optim.resolution import Resolution, check_sample_counts
@@ -81,8 +81,8 @@ class VariationalOptimizer(Optimizer):
     """
 
     structure: ClassVar[type[Structure]] = Diagonal
-    _can_center: ClassVar[bool] = True
-    """Whether the curvature can be taken from the spread of the samples' gradients."""
+    _hyperparameters: ClassVar[dict[str, Hyperparameter]] = declared_in(Shared)
+    """What the entries of a group are checked by."""
     _kept_when_loading: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that a checkpoint does not change."""
 
@@ -90,9 +90,9 @@ class VariationalOptimizer(Optimizer):
         self._start_afresh()
         super().__init__(checked_params(params, type(self).__name__), defaults)
         # Lists go with the parameters of the constructor; a group added later has its own or the usual prior.
-        for name, usual in (("prior_mean", None), ("prior_precision", 1.0)):
-            if isinstance(self.defaults[name], list | tuple | Tensor):
-                self.defaults[name] = usual
+        for name, declared in self._hyperparameters.items():
+            if declared.per_parameter and isinstance(self.defaults[name], list | tuple | Tensor):
+                self.defaults[name] = declared.default
 
     def _start_afresh(self) -> None:
         """All that is no state: what goes on between two steps."""
@@ -136,13 +136,13 @@ class VariationalOptimizer(Optimizer):
             check_entries(param_group, self.defaults, type(self).__name__)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        drop_duplicates(group)
+        drop_duplicates(group, self._hyperparameters)
         group[METHOD] = self._method()
         try:
             self._check_group(group)
             check_fused(group, type(self).__name__, self._structure.has_kernels)
             check_sample_counts(self, self.param_groups)
-            self._structure.check_groups(self.param_groups)
+            self._structure.check_groups(self.param_groups, self._shared_by_groups())
         except ValueError:
             self.param_groups.pop()
             raise
@@ -152,11 +152,14 @@ class VariationalOptimizer(Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters that are not allowed, and put the others into the form that the updates read."""
         take_auto(group)
-        check_group(group, self._structure.takes_matrix_prior)
-        if group["centered"] and not self._can_center:
-            remedy = "Its curvature is no spread of gradients; Vprop and VONG can be centred."
-            raise invalid("centered", True, f"False for {type(self).__name__}", remedy)
+        check_parameters(group["params"])
+        check_hyperparameters(group, self._hyperparameters)
         self._structure.check_group(group)
+
+    @classmethod
+    def _shared_by_groups(cls) -> list[str]:
+        """The hyperparameters that all groups with one covariance must have the same."""
+        return [name for name, declared in cls._hyperparameters.items() if declared.shared_by_groups]
 
     def _check_samples(self, group: dict[str, Any]) -> None:
         """Refuse what a group may have been edited into."""

@@ -81,7 +81,7 @@ def _addresses(params: list[Tensor]) -> list[int]:
 def resolved(optimizer: VariationalOptimizer, groups: list[dict[str, Any]]) -> list[GroupStep]:
     """The groups as a step sees them, after a check of what can be edited at any time."""
     check_sample_counts(optimizer, groups)
-    optimizer._structure.check_groups(groups)
+    optimizer._structure.check_groups(groups, optimizer._shared_by_groups())
     steps, number = [], 0
     for i, group in enumerate(groups):
         ess = group["num_data"] / group["temperature"]

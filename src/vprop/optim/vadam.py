@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, MeanSquare
-from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.hyperparameters import Shared, not_centered, with_hyperparameters
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import VADAM, Rule
 
 
+@with_hyperparameters(
+    lr={"words": "step size on the scale of Adam's."},
+    betas={"default": (0.9, 0.999)},
+    hess_init={
+        "default": 0.0,
+        "words": "h before the first step; 0 as in the paper, so that the first samples are drawn from the prior.",
+    },
+    centered=not_centered("Vadam", "whose curvature is the plain square"),
+)
 class Vadam(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with the step of Adam (Khan et al., 2018).
 
@@ -32,11 +40,6 @@ class Vadam(VariationalOptimizer):
     prior. Choose ``prior_precision`` large enough that the prior's noise lets the model learn; for variances that can
     be trusted use centred :class:`vprop.Vprop` or antithetic :class:`vprop.IVON`.
 
-    Args:
-        lr: step size on the scale of Adam's.
-        hess_init: h before the first step; 0 as in the paper, so that the first samples are drawn from the prior.
-        centered: not for Vadam, whose curvature is the plain square.
-
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> optimizer = Vadam([weight], lr=0.05, num_data=100, prior_precision=10.0)
@@ -51,32 +54,8 @@ class Vadam(VariationalOptimizer):
     True
     """
 
-    _can_center = False
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 0.001,
-        *,
-        num_data: float,
-        prior_precision: PriorPrecision = 1.0,
-        prior_mean: Sequence[Tensor] | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        mc_samples: int = 1,
-        antithetic: bool = False,
-        centered: bool = False,
-        temperature: float = 1.0,
-        hess_init: float = 0.0,
-        clip_radius: float = float("inf"),
-        seed: int = 0,
-        noise: str = "shared",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-    ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
-        super().__init__(params, defaults)
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.001, **hyperparameters: Unpack[Shared]) -> None:
+        super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return MeanSquare()

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, PerExampleGaussNewton
-from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.hyperparameters import Hyperparameter, Shared, not_centered, with_hyperparameters
+from vprop.optim.hyperparameters.checks import at_least_one, or_none
 from vprop.optim.optimizer import VariationalOptimizer
 
 
+class VOGNArguments(Shared, total=False):
+    """Of VOGN."""
+
+    chunk_size: Annotated[
+        int | None,
+        Hyperparameter(
+            "examples differentiated at a time; bounds the memory to that many gradients. ``None``: as many as make "
+            "2²⁵ numbers (128 MiB), and at least 32.",
+            None,
+            or_none(at_least_one),
+        ),
+    ]
+
+
+@with_hyperparameters(centered=not_centered("VOGN", "whose curvature has nothing to centre"))
 class VOGN(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with the Gauss–Newton diagonal (Khan et al., 2018).
 
@@ -27,11 +42,6 @@ class VOGN(VariationalOptimizer):
     and of the one of ∇ℓᵢ². What ``torch.func`` cannot run (recurrent layers on a CPU) is differentiated one example
     after the other, which is slow.
 
-    Args:
-        chunk_size: examples differentiated at a time; bounds the memory to that many gradients. ``None``: as many as
-            make 2²⁵ numbers (128 MiB), and at least 32.
-        centered: not for VOGN, whose curvature has nothing to centre.
-
     >>> import vprop
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -43,33 +53,8 @@ class VOGN(VariationalOptimizer):
     True
     """
 
-    _can_center = False
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 0.1,
-        *,
-        num_data: float,
-        prior_precision: PriorPrecision = 1.0,
-        prior_mean: Sequence[Tensor] | None = None,
-        betas: tuple[float, float] = (0.0, 0.999),
-        mc_samples: int = 1,
-        antithetic: bool = False,
-        centered: bool = False,
-        temperature: float = 1.0,
-        hess_init: float = 1.0,
-        clip_radius: float = float("inf"),
-        seed: int = 0,
-        noise: str = "shared",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        chunk_size: int | None = None,
-    ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
-        super().__init__(params, defaults)
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.1, **hyperparameters: Unpack[VOGNArguments]) -> None:
+        super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return PerExampleGaussNewton(group["chunk_size"])

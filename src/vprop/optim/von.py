@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, Hessian
-from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.hyperparameters import SharedByFull, not_centered, with_hyperparameters
+from vprop.optim.hyperparameters.shared import HessianRows, MatrixSize
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import Full
 
 
+class VONArguments(SharedByFull, HessianRows, MatrixSize, total=False):
+    """Of VON."""
+
+
+@with_hyperparameters(centered=not_centered("VON", "whose curvature has nothing to centre"))
 class VON(VariationalOptimizer):
     r"""Gaussian variational inference with a full covariance and the exact Hessian: variational online Newton.
 
@@ -25,12 +30,6 @@ class VON(VariationalOptimizer):
     in the notation of :class:`vprop.Vprop`, whose arguments it shares; the posterior is N(μ, (ess·(H+δI))⁻¹). With
     ``mc_samples=0`` it is the online Newton method. For up to a few thousand parameters: memory grows with the square
     of their number. ``step`` needs a :class:`vprop.Objective`.
-
-    Args:
-        prior_precision: as for Vprop; or a matrix over all weights, which ``posterior.as_prior()`` makes.
-        chunk_size: rows of the Hessian computed at a time.
-        max_parameters: the largest matrix you agree to.
-        centered: not for VON, whose curvature has nothing to centre.
 
     >>> import vprop
     >>> import torch
@@ -46,34 +45,9 @@ class VON(VariationalOptimizer):
     """
 
     structure = Full
-    _can_center = False
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 0.1,
-        *,
-        num_data: float,
-        prior_precision: PriorPrecision | Tensor = 1.0,
-        prior_mean: Sequence[Tensor] | None = None,
-        betas: tuple[float, float] = (0.0, 0.999),
-        mc_samples: int = 1,
-        antithetic: bool = False,
-        centered: bool = False,
-        temperature: float = 1.0,
-        hess_init: float = 1.0,
-        clip_radius: float = float("inf"),
-        seed: int = 0,
-        noise: str = "shared",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        chunk_size: int = 32,
-        max_parameters: int = 5000,
-    ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
-        super().__init__(params, defaults)
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.1, **hyperparameters: Unpack[VONArguments]) -> None:
+        super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return Hessian(group["chunk_size"])

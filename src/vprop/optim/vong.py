@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, from_gradients
-from vprop.optim._arguments import NOT_HYPERPARAMETERS
-from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.hyperparameters import SharedByFull, with_hyperparameters
+from vprop.optim.hyperparameters.shared import MatrixSize, SampledFisher
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import Full
 
 
+class VONGArguments(SharedByFull, SampledFisher, MatrixSize, total=False):
+    """Of VONG."""
+
+
+@with_hyperparameters()
 class VONG(VariationalOptimizer):
     r"""Gaussian variational inference with a full covariance from gradients alone.
 
@@ -31,12 +36,6 @@ class VONG(VariationalOptimizer):
     centered=True`` it finds the full covariance from gradients. For up to a few thousand parameters: memory grows with
     the square of their number.
 
-    Args:
-        prior_precision: as for Vprop; or a matrix over all weights, which ``posterior.as_prior()`` makes.
-        sampled_fisher: take the curvature from labels drawn from the model in place of the observed ones; ``step``
-            then needs a :class:`vprop.Objective`.
-        max_parameters: the largest matrix you agree to.
-
     >>> import vprop
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -51,32 +50,8 @@ class VONG(VariationalOptimizer):
 
     structure = Full
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 0.1,
-        *,
-        num_data: float,
-        prior_precision: PriorPrecision | Tensor = 1.0,
-        prior_mean: Sequence[Tensor] | None = None,
-        betas: tuple[float, float] = (0.0, 0.999),
-        mc_samples: int = 1,
-        antithetic: bool = False,
-        centered: bool = False,
-        temperature: float = 1.0,
-        hess_init: float = 1.0,
-        clip_radius: float = float("inf"),
-        seed: int = 0,
-        noise: str = "shared",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        sampled_fisher: bool = False,
-        max_parameters: int = 5000,
-    ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in NOT_HYPERPARAMETERS}
-        super().__init__(params, defaults)
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.1, **hyperparameters: Unpack[VONGArguments]) -> None:
+        super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return from_gradients(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,8 +64,6 @@ class Structure(ABC):
     """The tensors in the state of a parameter, by key, beside ``step``."""
     has_kernels: ClassVar[bool] = False
     """Whether there are kernels for its samples and updates."""
-    takes_matrix_prior: ClassVar[bool] = False
-    """Whether the prior can have correlations."""
 
     def __init__(self, optimizer: str) -> None:
         self.optimizer = optimizer
@@ -108,8 +106,8 @@ class Structure(ABC):
     def check_group(self, group: dict[str, Any]) -> None:  # noqa: B027 (not all have something to check)
         """Refuse hyperparameters or parameters that the structure cannot do with."""
 
-    def check_groups(self, groups: list[dict[str, Any]]) -> None:  # noqa: B027
-        """Refuse groups that do not go together."""
+    def check_groups(self, groups: list[dict[str, Any]], shared: Iterable[str]) -> None:  # noqa: B027
+        """Refuse groups that do not go together; ``shared`` names what must be the same for one covariance over all."""
 
     def check_state(self, groups: list[GroupStep], state: dict[Any, State]) -> None:  # noqa: B027
         """Refuse a loaded state, of which each tensor is as ``state_spec`` says, that does not go together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -42,21 +42,9 @@ def refuse_sharded_parameters(group: dict[str, Any], optimizer: str) -> None:
         )
 
 
-_SHARED_BY_GROUPS = (
-    "num_data",
-    "temperature",
-    "betas",
-    "antithetic",
-    "centered",
-    "maximize",
-    "sampled_fisher",
-    "noise",
-)
-
-
-def check_shared(groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse groups that cannot have one covariance over all of them."""
-    for name in _SHARED_BY_GROUPS:
+def check_shared(groups: Sequence[dict[str, Any]], names: Iterable[str]) -> None:
+    """Refuse groups that cannot have one covariance over all of them: these hyperparameters must be the same in all."""
+    for name in names:
         values = [group.get(name) for group in groups]
         if any(value != values[0] for value in values):
             raise invalid(

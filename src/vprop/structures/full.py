@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -85,7 +85,6 @@ class Full(Structure):
         "momentum": TensorSpec(),
         "mean": MEAN,
     }
-    takes_matrix_prior = True
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
@@ -107,9 +106,9 @@ class Full(Structure):
         """Refuse sharded parameters."""
         refuse_sharded_parameters(group, self.optimizer)
 
-    def check_groups(self, groups: list[dict[str, Any]]) -> None:
+    def check_groups(self, groups: list[dict[str, Any]], shared: Iterable[str]) -> None:
         """Refuse groups that cannot have one covariance, or too large a one."""
-        check_shared(groups)
+        check_shared(groups, shared)
         params = [p for group in groups for p in group["params"] if p.requires_grad]
         check_size(self.optimizer, params, max(group["max_parameters"] for group in groups))
 

@@ -13,15 +13,16 @@ from vprop.parallel.sharding import shard_of, to_local
 from vprop.precision import compute_dtype
 
 
-def check_prior(group: dict[str, Any], matrix_prior: bool) -> None:
-    """Check the prior of a group, and put copies of its tensors into the precision of the parameters.
+def precision(name: str, group: dict[str, Any]) -> None:
+    """A number, or a list of tensors, of which copies are put into the precision of the parameters."""
+    _precision(name, group, matrix_prior=False)
 
-    ``matrix_prior`` allows ``prior_precision`` to be a matrix over all weights of the group.
-    """
-    if isinstance(group["prior_precision"], Tensor) and matrix_prior:
+
+def precision_or_matrix(name: str, group: dict[str, Any]) -> None:
+    """The same, or a matrix over all weights of the group."""
+    if isinstance(group[name], Tensor):
         _matrix_prior(group)
-    _precision(group, matrix_prior)
-    _mean(group)
+    _precision(name, group, matrix_prior=True)
 
 
 def _check_kind(name: str, tensor: Tensor) -> None:
@@ -37,8 +38,8 @@ def _check_kind(name: str, tensor: Tensor) -> None:
         raise ValueError(f"Invalid {name}: {wrong}, must be a dense tensor of real floating-point numbers. {remedy}")
 
 
-def _precision(group: dict[str, Any], matrix_prior: bool) -> None:
-    params, precision = group["params"], group["prior_precision"]
+def _precision(name: str, group: dict[str, Any], matrix_prior: bool) -> None:
+    params, precision = group["params"], group[name]
     remedy = "Pass one number for the group, or a list with one tensor per parameter (posterior.as_prior() makes one)."
     if isinstance(precision, list | tuple):
         group["prior_precision"] = _per_parameter("prior_precision", precision, params)
@@ -59,19 +60,16 @@ def _precision(group: dict[str, Any], matrix_prior: bool) -> None:
         raise invalid("prior_precision", precision, "a finite number >= 0 or a list of tensors", remedy)
 
 
-def _mean(group: dict[str, Any]) -> None:
-    if group["prior_mean"] is not None:
-        if not isinstance(group["prior_mean"], list | tuple):
-            raise invalid("prior_mean", group["prior_mean"], "None or a list of tensors like params", "None means 0.")
-        group["prior_mean"] = _per_parameter("prior_mean", group["prior_mean"], group["params"])
-        for tensor in group["prior_mean"]:
-            if not bool(torch.isfinite(to_local(tensor)).all()):
-                raise invalid(
-                    "prior_mean",
-                    "a tensor with bad entries",
-                    "finite everywhere",
-                    "Check where it comes from.",
-                )
+def mean(name: str, group: dict[str, Any]) -> None:
+    """``None``, or a list of tensors, of which copies are put into the precision of the parameters."""
+    if group[name] is None:
+        return
+    if not isinstance(group[name], list | tuple):
+        raise invalid(name, group[name], "None or a list of tensors like params", "None means 0.")
+    group[name] = _per_parameter(name, group[name], group["params"])
+    for tensor in group[name]:
+        if not bool(torch.isfinite(to_local(tensor)).all()):
+            raise invalid(name, "a tensor with bad entries", "finite everywhere", "Check where it comes from.")
 
 
 def _matrix_prior(group: dict[str, Any]) -> None:
@@ -89,12 +87,8 @@ def _matrix_prior(group: dict[str, Any]) -> None:
     finite = bool(torch.isfinite(wide).all())
     symmetric = finite and torch.allclose(wide, wide.T, rtol=1e-8, atol=1e-8 * float(wide.abs().max()))
     if not symmetric or int(torch.linalg.cholesky_ex(wide).info) != 0:
-        raise invalid(
-            "prior_precision",
-            "a matrix",
-            "symmetric and positive definite",
-            "It is a precision, the inverse of a covariance (posterior.as_prior() makes one).",
-        )
+        remedy = "It is a precision, the inverse of a covariance (posterior.as_prior() makes one)."
+        raise invalid("prior_precision", "a matrix", "symmetric and positive definite", remedy)
     group["prior_precision"] = wide
 
 

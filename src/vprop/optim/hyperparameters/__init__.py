@@ -1,0 +1,18 @@
+"""Hyperparameters: each is declared once, and constructors, signatures, checks and documentation follow."""
+
+from vprop.optim.hyperparameters.checks import check_hyperparameters, check_samples, not_centered
+from vprop.optim.hyperparameters.constructors import with_hyperparameters
+from vprop.optim.hyperparameters.declaration import Hyperparameter, declared_in
+from vprop.optim.hyperparameters.shared import LR, Shared, SharedByFull
+
+__all__ = [
+    "LR",
+    "Hyperparameter",
+    "Shared",
+    "SharedByFull",
+    "check_hyperparameters",
+    "check_samples",
+    "declared_in",
+    "not_centered",
+    "with_hyperparameters",
+]

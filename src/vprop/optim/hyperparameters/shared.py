@@ -1,0 +1,232 @@
+"""The hyperparameters that optimizers share, each declared once: name, type, words, default and checks.
+
+A ``TypedDict`` is what type checkers and editors read without running anything; what its fields are annotated with is
+what the rest of the library reads. There are sections because not every method takes all of them; their order is that
+of the arguments. Another argument for all is another field here.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from vprop.optim.auto_prior import PriorPrecision
+from vprop.optim.hyperparameters import checks, prior
+from vprop.optim.hyperparameters.declaration import Hyperparameter
+
+LR = Hyperparameter(
+    "step size, a number or a one-element tensor. The step is Newton-like, so 1 is a full step; 0.1 is the value to "
+    "start from.",
+    check=checks.rate,
+)
+"""The one that can be given by position, so that it stands in the constructors, with its default."""
+
+
+class Data(TypedDict):
+    """What the loss is a mean over."""
+
+    num_data: Annotated[
+        float,
+        Hyperparameter(
+            "N, how many training examples the mean loss stands for.",
+            check=checks.positive("Pass the number of training examples, e.g. num_data=len(train_set)."),
+            shared_by_groups=True,
+        ),
+    ]
+
+
+_PRECISION = (
+    'λ of the prior N(m₀, I/λ); or a list of tensors like ``params``, one λ per weight; or ``"auto"``, or a '
+    ":class:`vprop.AutoPrior`, for the λ that maximizes the ELBO, followed while training"
+)
+
+
+class Precision(TypedDict, total=False):
+    """The prior's precision, of each weight."""
+
+    prior_precision: Annotated[
+        PriorPrecision,
+        Hyperparameter(_PRECISION + ".", 1.0, prior.precision, per_parameter=True),
+    ]
+
+
+class MatrixPrecision(TypedDict, total=False):
+    """The prior's precision, with correlations or without."""
+
+    prior_precision: Annotated[
+        PriorPrecision | Tensor,
+        Hyperparameter(
+            _PRECISION + "; or a matrix over all weights, which ``posterior.as_prior()`` makes.",
+            1.0,
+            prior.precision_or_matrix,
+            per_parameter=True,
+        ),
+    ]
+
+
+class Averages(TypedDict, total=False):
+    """Where the mean is pulled to, and the averages of what moves it."""
+
+    prior_mean: Annotated[
+        Sequence[Tensor] | None,
+        Hyperparameter("m₀ as a list of tensors like ``params``; ``None`` is 0.", None, prior.mean, per_parameter=True),
+    ]
+    betas: Annotated[
+        tuple[float, float],
+        Hyperparameter(
+            "(β₁, β₂), momentum of the gradient and decay of the curvature.",
+            (0.0, 0.999),
+            checks.pair_of_decays,
+            shared_by_groups=True,
+        ),
+    ]
+
+
+class Samples(TypedDict, total=False):
+    """How many, and how they belong together."""
+
+    mc_samples: Annotated[
+        int, Hyperparameter("K, weight samples per step.", 1, checks.sample_count, checks.enough_samples)
+    ]
+    antithetic: Annotated[
+        bool, Hyperparameter("samples 2j and 2j+1 use +ε and −ε.", False, checks.flag, shared_by_groups=True)
+    ]
+    centered: Annotated[
+        bool,
+        Hyperparameter(
+            "take the curvature from the spread of the samples' gradients, which removes the bias of the squared mean "
+            "and of the mini-batch noise. Needs ``mc_samples >= 2``; best with ``antithetic``.",
+            False,
+            checks.flag,
+            shared_by_groups=True,
+        ),
+    ]
+
+
+class Scales(TypedDict, total=False):
+    """How wide the posterior is, and how it starts."""
+
+    temperature: Annotated[
+        float,
+        Hyperparameter(
+            "τ; 1 is Bayes, below 1 a colder and narrower posterior.",
+            1.0,
+            checks.positive("1 is the Bayesian posterior, smaller values are colder (less noise)."),
+            shared_by_groups=True,
+        ),
+    ]
+    hess_init: Annotated[
+        float,
+        Hyperparameter(
+            "h before the first step, in units of the mean loss's curvature.",
+            1.0,
+            checks.not_negative("It is the curvature of the mean loss before any data: 1 is a good first try."),
+            checks.finite_variance,
+        ),
+    ]
+    clip_radius: Annotated[
+        float,
+        Hyperparameter(
+            "bound on each element of the preconditioned step, before ``lr``.",
+            math.inf,
+            checks.number("a number > 0", lambda v: v > 0, 'Use float("inf") for no clipping.'),
+        ),
+    ]
+    seed: Annotated[int, Hyperparameter("key of the noise.", 0, checks.seed)]
+
+
+class Ranks(TypedDict, total=False):
+    """Who draws the same noise."""
+
+    noise: Annotated[
+        str,
+        Hyperparameter(
+            'in a run on several ranks (DistributedDataParallel), ``"shared"`` draws the same sample on all of them, '
+            'and ``"per_rank"`` one of its own on each: more samples for the same work, at the price of one more '
+            "reduction per step and a copy of the weights.",
+            "shared",
+            checks.who_draws,
+            checks.own_noise_of_whole_parameters,
+            shared_by_groups=True,
+        ),
+    ]
+
+
+class Sign(TypedDict, total=False):
+    """What the loss is."""
+
+    maximize: Annotated[
+        bool, Hyperparameter("the loss is a log-likelihood to maximize.", False, checks.flag, shared_by_groups=True)
+    ]
+
+
+class Implementation(TypedDict, total=False):
+    """How it is computed; the results are the same to rounding."""
+
+    foreach: Annotated[
+        bool | None,
+        Hyperparameter(
+            "ask for torch's own operations, which run on any device and can be compiled, in place of kernels: "
+            "``True`` for all parameters of a group as one flat tensor, ``False`` for one at a time. The same result "
+            "to rounding.",
+            None,
+            checks.choice,
+        ),
+    ]
+    fused: Annotated[
+        bool | None,
+        Hyperparameter(
+            "``True`` asks for kernels that sample and update in one pass over memory, and is an error where there are "
+            "none; ``False`` forbids them; ``None`` takes them where they are, unless ``foreach`` is given. There are "
+            "kernels for float32, bfloat16 and float16 parameters on CUDA (Triton) and CPU.",
+            None,
+            checks.choice,
+            checks.one_implementation,
+        ),
+    ]
+    capturable: Annotated[
+        bool,
+        Hyperparameter(
+            "keep the step count on the device, so that a CUDA graph can capture sampling and step.", False, checks.flag
+        ),
+    ]
+
+
+class Shared(Data, Precision, Averages, Samples, Scales, Ranks, Sign, Implementation, total=False):
+    """What the optimizers with a diagonal share."""
+
+
+class SharedByFull(Data, MatrixPrecision, Averages, Samples, Scales, Ranks, Sign, Implementation, total=False):
+    """What the optimizers with a full covariance share."""
+
+
+class SampledFisher(TypedDict, total=False):
+    """Of the methods whose curvature is made of gradients."""
+
+    sampled_fisher: Annotated[
+        bool,
+        Hyperparameter(
+            "take the curvature from labels drawn from the model in place of the observed ones, which makes it the "
+            "Fisher; ``step`` then needs a :class:`vprop.Objective`, and each sample costs a second gradient.",
+            False,
+            checks.flag,
+            checks.fisher_or_centered,
+            shared_by_groups=True,
+        ),
+    ]
+
+
+class HessianRows(TypedDict, total=False):
+    """Of the methods that compute Hessians."""
+
+    chunk_size: Annotated[
+        int, Hyperparameter("rows of the Hessian computed at a time; bounds the memory.", 32, checks.at_least_one)
+    ]
+
+
+class MatrixSize(TypedDict, total=False):
+    """Of the methods with a full covariance."""
+
+    max_parameters: Annotated[int, Hyperparameter("the largest matrix you agree to.", 5000, checks.at_least_one)]
