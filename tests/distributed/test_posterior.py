@@ -10,6 +10,7 @@ from torch import Tensor
 import vprop
 from tests.distributed.runs import assert_equal, fsdp, go_on, start
 from tests.harness import make_batch, make_model
+from vprop.parallel.sharding import full_tensor
 
 
 def posterior_after_training(strategy: str | None, evaluate_first: bool = False) -> dict[str, Tensor]:
@@ -118,3 +119,25 @@ def test_a_diagnosis_looks_at_all_weights(ranks, strategy) -> None:
     assert "curvature at hess_init" in alone
     for together in ranks(2)(diagnosis, strategy):
         assert together == alone
+
+
+def marginals(strategy: str | None, evaluate_first: bool = False) -> dict[str, Tensor]:
+    model, optimizer = start(strategy, "IVON", {})
+    go_on(model, optimizer, strategy, "closure")
+    if evaluate_first:
+        with torch.no_grad():
+            model.eval()(make_batch(4, torch.float64)[0])
+    found = {}
+    for number, marginal in enumerate(optimizer.marginals()):
+        assert type(marginal.mean) is type(marginal.variance) is type(marginal.parameter.data)
+        for name in ("mean", "variance", "hess"):
+            found[f"{name} {number}"] = full_tensor(getattr(marginal, name))
+    return found
+
+
+@pytest.mark.parametrize("evaluate_first", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor parallel"])
+def test_marginals_are_sharded_like_their_parameters(ranks, strategy, evaluate_first) -> None:
+    alone = marginals(None)
+    for together in ranks(2)(marginals, strategy, evaluate_first):
+        assert_equal(together, alone, rtol=1e-9, atol=1e-12)
