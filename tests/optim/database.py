@@ -133,7 +133,7 @@ def info_of(row: Row) -> Any:
     """torch's row for one of ours; the constructor has the arguments that have no default filled in."""
     constructor = functools.partial(row.constructor, num_data=NUM_DATA, **row.required)
     constructor.__name__ = row.name  # type: ignore[attr-defined]
-    has_kernels = row.constructor._has_kernels  # type: ignore[attr-defined]
+    has_kernels = row.constructor.structure.has_kernels  # type: ignore[attr-defined]
     implementations = [name for name in IMPLEMENTATIONS if takes(row, name) and (name != "fused" or has_kernels)]
     return torchs.OptimizerInfo(
         constructor,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.harness import assert_same_run, make_batch, make_model
 from tests.table import cases
 from vprop import VON, Vprop
-from vprop.optim._plans import SetAside
+from vprop.structures.plans import SetAside
 
 
 def evaluation_forward(optimizer, model, x):

@@ -272,16 +272,15 @@ class VariationalOptimizer(Optimizer):
         elif sampling.drawn_samples or not sampling.is_mean:
             sampling.put_mean_back()
             sampling.forget_samples()
+        steps = self._prepare()
+        if structure.needs_objective and not isinstance(closure, Objective):
+            refusals.require_objective(type(self).__name__)
         losses: list[Any] = []
         try:
-            count = 1
-            while len(losses) < count:
-                sample = len(losses)
-                count = max(1, self._enter(sample, Holder.CALLER)[0].samples)
-                if structure.needs_objective and not isinstance(closure, Objective):
-                    refusals.require_objective(type(self).__name__)
+            for sample in range(max(1, steps[0].samples)):
+                self._enter(sample, Holder.CALLER, steps)
                 with torch.enable_grad():
-                    fresh = not begun and sample == 0 and structure.groups[0].samples > 0
+                    fresh = not begun and sample == 0 and steps[0].samples > 0
                     loss = self._call(closure) if fresh else closure()
                 losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
                 if structure.needs_objective:
@@ -392,18 +391,17 @@ class VariationalOptimizer(Optimizer):
             self._sampling.put_mean_back()
             self._hold_again()
 
-    def _enter(self, sample: int, holder: Holder) -> list[GroupStep]:
+    def _enter(self, sample: int, holder: Holder, steps: list[GroupStep] | None = None) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
         sampling = self._sampling
         if sampling.aside is not None:
             sampling.end_looks()
         if sampling.holder is Holder.HOOK and sample == sampling.open_sample:
             sampling.holder = holder  # it is in the weights: taking it out and in again would only round
-            return self._structure.groups
+            return
         if not sampling.is_mean:
             sampling.put_mean_back()
-        steps = self._prepare()
-        count = steps[0].samples
+        count = (steps or self._prepare())[0].samples
         if sampling.open_sample is not None and sample == sampling.open_sample + 1 < max(1, count):
             self._fold_open_sample()
         due = sampling.folded_samples if sampling.open_sample is None else sampling.open_sample
@@ -414,7 +412,6 @@ class VariationalOptimizer(Optimizer):
                 self._watch_ranks()
             sampling.write(sample)
         sampling.open(sample, holder)
-        return steps
 
     def _fold_open_sample(self) -> None:
         """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""

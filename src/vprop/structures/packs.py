@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import filterfalse
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -23,6 +25,7 @@ from vprop.structures.written import Written
 _KEYS = {Role.HESS: "hess", Role.MOMENTUM: "momentum", Role.MEAN: "mean"}
 
 _DTYPE, _GRAD, _IS_SPARSE = attrgetter("dtype"), attrgetter("grad"), attrgetter("is_sparse")
+_IS_NONE = partial(is_, None)
 
 
 class Pack:
@@ -94,7 +97,7 @@ class Pack:
     def gradients(self) -> list[Tensor | None]:
         """``p.grad`` of all parameters."""
         grads = list(map(local_grad, self.owners) if self.is_sharded else map(_GRAD, self.params))
-        if any(map(_IS_SPARSE, filter(None.__ne__, grads))):
+        if any(map(_IS_SPARSE, filterfalse(_IS_NONE, grads))):
             for member in self.members:
                 gradient_of(member, copy=False)  # says which, and what to do
         return grads

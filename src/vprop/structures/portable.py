@@ -110,8 +110,8 @@ class PortableDiagonal(Structure):
     def _fold_members(self, members: list[Member], sample: int | None, folded_samples: int) -> None:
         self.has_folded = True
         taking_part = [m for m in members if m.p.grad is not None or m.p in self._folded or self._has_partner(m)]
-        noises = self._noises([m for m in taking_part if m.step.estimator.needs_noise], sample)
-        for member in taking_part:
+        noises = self._noises(taking_part, sample)
+        for member, eps in zip(taking_part, noises, strict=True):
             p, folded, estimator = member.p, self._folded.get(member.p), member.step.estimator
             grad = gradient_of(member, copy=member.step.samples > 1 and folded is None)
             partner = self._take_partner(member)
@@ -125,7 +125,7 @@ class PortableDiagonal(Structure):
             if observed is None and estimator.needs_objective:
                 observed = torch.zeros_like(grad)
             own = self.own_gradient(member) if member.step.own_noise else grad
-            self._folded[p] = estimator.fold(folded, Evidence(own, observed, noises.get(p)))
+            self._folded[p] = estimator.fold(folded, Evidence(own, observed, eps))
             if own is not grad:
                 self._shared_gradients[p] = mean_so_far(self._shared_gradients.get(p), grad, self._folded[p].count)
 
@@ -137,14 +137,18 @@ class PortableDiagonal(Structure):
         """That gradient."""
         return None
 
-    def _noises(self, members: list[Member], sample: int | None) -> dict[Tensor, Tensor]:
-        """ε of a sample, generated again."""
-        if not members or sample is None or members[0].step.samples == 0:
-            return {}
-        draws = [draw_of(member, self.state_of(member), sample, None) for member in members]
-        portable = not all(member.step.fused for member in members)
-        generated = noise.normals_like([m.p for m in members], [draw for draw, _ in draws], portable=portable)
-        return {members[i].p: eps.mul_(draws[i][1]) for i, eps in generated}
+    def _noises(self, members: list[Member], sample: int | None) -> list[Tensor | None]:
+        """ε of a sample, generated again, for the members whose estimators need it."""
+        noises: list[Tensor | None] = [None] * len(members)
+        needed = [i for i, member in enumerate(members) if member.step.estimator.needs_noise]
+        if not needed or sample is None or members[0].step.samples == 0:
+            return noises
+        draws = [draw_of(members[i], self.state_of(members[i]), sample, None) for i in needed]
+        portable = not all(members[i].step.fused for i in needed)
+        params = [members[i].p for i in needed]
+        for k, eps in noise.normals_like(params, [draw for draw, _ in draws], portable=portable):
+            noises[needed[k]] = eps.mul_(draws[k][1])
+        return noises
 
     def _average_over_ranks(self) -> None:
         """Where ranks have noise of their own: the mean over ranks of ĥ, and the gradients that are means already."""
