@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import Optimizer
 
 from vprop.optim.loading import (
@@ -14,6 +15,7 @@ from vprop.optim.loading import (
     read_state,
 )
 from vprop.optim.resolution import resolved
+from vprop.parallel.sharding import local_grad
 
 if TYPE_CHECKING:
     from vprop.optim.optimizer import VariationalOptimizer
@@ -76,3 +78,17 @@ def _read_groups(optimizer: VariationalOptimizer, saved: dict[str, Any]) -> list
         optimizer._check_group(group)
         groups.append(group)
     return groups
+
+
+def is_asked_for_state(optimizer: Any) -> bool:
+    """Whether this is no step, but a request for the state that a checkpoint can be loaded into.
+
+    That is how ``torch.distributed.checkpoint`` asks: by a step before anything was done, of length zero, on
+    gradients of zero.
+    """
+    if torch.compiler.is_compiling() or any(optimizer.state.values()):
+        return False
+    if any(float(group["lr"]) != 0 for group in optimizer.param_groups):
+        return False
+    grads = [local_grad(p) for p in optimizer._params if p.requires_grad]
+    return all(grad is not None and not bool(grad.any()) for grad in grads)

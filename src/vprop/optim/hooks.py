@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from vprop.wrappers import unwrapped
 
 if TYPE_CHECKING:
-    from vprop.optim.optimizer import VariationalOptimizer
+    from vprop.optim.loops import TrainingLoops
 
 
 class _Hook:
@@ -25,11 +25,11 @@ class _Hook:
     optimizer along.
     """
 
-    def __init__(self, optimizer: VariationalOptimizer | None = None, model: nn.Module | None = None) -> None:
+    def __init__(self, optimizer: TrainingLoops | None = None, model: nn.Module | None = None) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer) if optimizer is not None else _nothing
         self._model: Callable[[], Any] = weakref.ref(model) if model is not None else _nothing
 
-    def _optimizer_of(self, module: nn.Module) -> VariationalOptimizer | None:
+    def _optimizer_of(self, module: nn.Module) -> TrainingLoops | None:
         return self._optimizer() if module is self._model() else None
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
@@ -119,7 +119,7 @@ def _inside_backward() -> bool:
 class CheckpointGuard:
     """What ``guard_checkpoints`` returns: until ``remove()``, no sample gets into or under the model's checkpoints."""
 
-    def __init__(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: TrainingLoops, model: nn.Module) -> None:
         self._handles: list[RemovableHandle] = []
         # Modules without parameters have hooks, too: then one look at the mean is enough for all modules inside them.
         for module in model.modules():
@@ -135,7 +135,7 @@ class CheckpointGuard:
             handle.remove()
 
 
-def is_attached(optimizer: VariationalOptimizer, model: nn.Module) -> bool:
+def is_attached(optimizer: TrainingLoops, model: nn.Module) -> bool:
     """Whether forwards of the model, or of a part of it, see the optimizer's samples."""
     return any(
         isinstance(hook, _BeforeForward) and hook._optimizer_of(module) is optimizer
@@ -147,7 +147,7 @@ def is_attached(optimizer: VariationalOptimizer, model: nn.Module) -> bool:
 class Attachment:
     """What ``attach`` returns: ``remove()`` takes a sample out of the weights and detaches."""
 
-    def __init__(self, optimizer: VariationalOptimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: TrainingLoops, model: nn.Module) -> None:
         self._optimizer = weakref.ref(optimizer)
         for hook in [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]:
             if isinstance(hook, _BeforeForward) and hook.attachment is not None and hook.attachment._shares(optimizer):
@@ -164,7 +164,7 @@ class Attachment:
             self._handles.append(inside.register_forward_hook(_AfterInnerForward(optimizer, inside), always_call=True))
         self._guard = CheckpointGuard(optimizer, model)
 
-    def _shares(self, other: VariationalOptimizer) -> bool:
+    def _shares(self, other: TrainingLoops) -> bool:
         """Whether the optimizer has parameters in common with another, or is gone."""
         optimizer = self._optimizer()
         if optimizer is None:

@@ -36,9 +36,11 @@ class SeedCheck:
     _seeds: str = ""
     _done: bool = False
 
+    @torch.compiler.disable
     def leave_note(self, groups: Sequence[dict[str, Any]]) -> None:
         """Say with which seeds samples of which weights are drawn here. Before the first sample."""
-        if self._done or self._name or rank_and_count()[1] == 1:
+        groups = _with_shared_noise(groups)
+        if not groups or self._done or self._name or rank_and_count()[1] == 1:
             return
         params = [p for group in groups for p in group["params"]]
         weights = _digest([to_local(p) for p in params if not is_sharded(p)], [_layout(p) for p in params])
@@ -52,6 +54,7 @@ class SeedCheck:
         self._name = f"vprop/{weights}/{number}"
         self._count(store, "noted")
 
+    @torch.compiler.disable
     def compare(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise if another rank draws other samples of the same weights and averages gradients with this one.
 
@@ -60,7 +63,7 @@ class SeedCheck:
         if self._done or not self._name:
             return
         self._done, store = True, _store()
-        params = [p for group in groups for p in group["params"]]
+        params = [p for group in _with_shared_noise(groups) for p in group["params"]]
         if any(is_sharded(p) for p in params):
             differ = self._differ(store, "noted")
         else:
@@ -94,6 +97,10 @@ class SeedCheck:
                 return False
             time.sleep(0.01)
         return True
+
+
+def _with_shared_noise(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [group for group in groups if group.get("noise", "shared") == "shared"]
 
 
 def _store() -> Any:

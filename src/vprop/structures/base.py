@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -192,6 +193,21 @@ class Structure(ABC):
         """Count elements that were left out."""
         self.unusable_on(count.device).view(-1)[0] += count
 
+    def report_unusable(self, deferred: bool) -> None:
+        """Warn of gradient elements that were left out. Looking is free on a CPU and stalls the queue elsewhere."""
+        if torch.compiler.is_compiling():
+            return
+        for device, total in self.unusable.items():
+            count = int(total.sum()) if deferred or device.type == "cpu" else 0
+            if count:
+                total.zero_()  # in place: a captured CUDA graph goes on counting here
+                warnings.warn(
+                    f"{count} gradient elements were NaN or infinite and were left out of the step: their mean and "
+                    "curvature are unchanged. Look for an overflow in the loss, lower lr, or clip the gradients.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
     # -- objectives and ranks --------------------------------------------------------------------------------
 
     def observed(
@@ -215,6 +231,12 @@ class Structure(ABC):
         if objective.process_group is None or step.own_noise:
             return curvatures
         return average_over_ranks(curvatures, objective.process_group)
+
+    def watch_own_gradients(self) -> None:
+        """Note the gradients of ranks with noise of their own, before they are averaged."""
+        for step in self.groups:
+            if step.own_noise:
+                self.own_gradients.watch(member.p for member in step.members)
 
     def own_gradient(self, member: Member) -> Tensor:
         """ĝ of this rank alone, at its own sample."""

@@ -1,0 +1,409 @@
+"""The three training loops: a closure, blocks with a sample in the weights, hooks of a model."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from vprop.checks import check_flag, check_model, invalid, is_number
+from vprop.objective import Objective
+from vprop.optim import refusals
+from vprop.optim.auto_prior import follow_auto_priors
+from vprop.optim.checkpoints import is_asked_for_state
+from vprop.optim.closures import mean_result
+from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached
+from vprop.optim.old_gradients import ADDED, refuse_old_gradients
+from vprop.optim.resolution import Resolution
+from vprop.optim.sampling import Holder, Sampling, backward_came, forget_casts, gradient_marks, note_hooks
+from vprop.parallel.fsdp import drop_gathered
+from vprop.parallel.seeds import SeedCheck
+from vprop.parallel.sharding import is_sharded
+from vprop.structures import GroupStep, Structure
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def at_the_mean(method: Method) -> Method:
+    """For methods that read the weights: the mean is in them meanwhile, and a sample that is held, again afterwards."""
+
+    @wraps(method)
+    def wrapped(self: TrainingLoops, *args: Any, **kwargs: Any) -> Any:
+        self._sampling.refuse_inside_sample(f"{method.__name__}()")
+        self._sampling.begin_look()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._sampling.end_look()
+
+    return wrapped  # type: ignore[return-value]
+
+
+class TrainingLoops(Optimizer):
+    """How samples get into the weights while gradients are taken, and the step that follows.
+
+    What a step needs of the groups, and the rest of an optimizer, is in :class:`VariationalOptimizer`.
+    """
+
+    _structure: Structure
+    _sampling: Sampling
+    _resolution: Resolution
+    _seed_check: SeedCheck
+    _attached: bool
+    _asked_by_grad_scaler: bool
+    _block_was_idle: bool
+    _warned_of_repetition: bool
+    _cleared: bool
+    """Whether ``zero_grad`` was called since the closure began."""
+    _clearing_closure: Any
+    """The code of the last closure, if it is known to call ``zero_grad``."""
+
+    @abstractmethod
+    def _prepare(self) -> list[GroupStep]:
+        """Decide what the step needs of each group, if that is not decided, and tell the structure."""
+
+    @property
+    @abstractmethod
+    def mc_samples(self) -> int:
+        """Samples per step."""
+
+    @property
+    @abstractmethod
+    def _params(self) -> list[Tensor]:
+        """All parameters."""
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the posterior; returns what the closure returned, if there is one: its mean over the samples.
+
+        A closure may return more than the loss: of tuples, lists and dicts the mean is taken part by part, and of what
+        has no mean (a word, tensors of different shapes) the last sample's is returned.
+
+        With a closure, which zeroes the gradients, computes the loss and calls ``backward()``, the optimizer draws
+        all samples and calls it once for each (once at the mean if ``mc_samples=0``). Without one, the gradients
+        of ``sampled_params()`` blocks or of an attached model are used.
+        """
+        sampling, structure = self._sampling, self._structure
+        if sampling.holder is Holder.CALLER:
+            sampling.refuse_inside_sample("step()")
+        if sampling.aside is not None:
+            sampling.end_looks()
+        if closure is None and sampling.open_sample is None and is_asked_for_state(self):
+            self._prepare()
+            structure.make_state()
+            return None
+        scaled, self._asked_by_grad_scaler = self._asked_by_grad_scaler, False
+        loss = None
+        try:
+            if closure is not None:
+                refusals.refuse_no_closure(closure, scaled)
+                loss = self._evaluate(closure)
+            else:
+                steps = self._prepare()
+                if structure.needs_objective:
+                    refusals.require_objective(type(self).__name__)
+                if sampling.drawn_samples < steps[0].samples:
+                    refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._attached)
+            if self._resolution.several_ranks:
+                self._seed_check.compare(self.param_groups)
+            structure.fold(sampling.open_sample, sampling.folded_samples)
+            structure.update(sampling.plan)
+        except BaseException:
+            sampling.put_mean_back()
+            raise
+        sampling.forget_samples()
+        self._block_was_idle = False
+        forget_casts()
+        if structure.follows_priors:
+            follow_auto_priors(self)
+        if structure.unusable:
+            structure.report_unusable(deferred=False)
+        return loss
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Call the closure once per sample; returns the mean of what it returned. The last sample stays."""
+        sampling, structure = self._sampling, self._structure
+        begun = sampling.open_sample is not None and structure.groups[0].samples == 1
+        if begun:
+            sampling.forget_folded()  # of a step that failed
+        elif sampling.drawn_samples or not sampling.is_mean:
+            sampling.put_mean_back()
+            sampling.forget_samples()
+        steps = self._prepare()
+        if structure.needs_objective and not isinstance(closure, Objective):
+            refusals.require_objective(type(self).__name__)
+        losses: list[Any] = []
+        try:
+            for sample in range(max(1, steps[0].samples)):
+                self._enter(sample, Holder.CALLER, steps)
+                with torch.enable_grad():
+                    fresh = not begun and sample == 0 and steps[0].samples > 0
+                    loss = self._call(closure) if fresh else closure()
+                losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
+                if structure.needs_objective:
+                    structure.observe(closure, sample)  # type: ignore[arg-type]
+        except BaseException:
+            # A sample that was not finished must not be mistaken for one that was.
+            sampling.put_mean_back()
+            sampling.forget_samples()
+            raise
+        sampling.holder = None
+        if len(losses) == 1:
+            return losses[0]
+        return None if any(loss is None for loss in losses) else mean_result(losses)
+
+    def _call(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure before whose sample no gradient can have been taken; it must clear those that are there.
+
+        Once it has called our ``zero_grad`` it is known to, and an error when it does not; until then it is watched.
+        """
+        if isinstance(closure, Objective):
+            return closure()
+        code = getattr(closure, "__code__", type(closure))
+        known, self._cleared = self._clearing_closure is code, False
+        result = closure() if known else refuse_old_gradients(closure, self._params)
+        if known and not self._cleared:
+            raise RuntimeError(ADDED)
+        self._clearing_closure = code if self._cleared else None
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as torch does; between two samples of one step, fold the first one's before."""
+        sampling = self._sampling
+        waits = sampling.holder is None and sampling.open_sample is not None
+        if waits and sampling.drawn_samples < self._structure.groups[0].samples:
+            self._fold_open_sample()
+        self._asked_by_grad_scaler, self._cleared = False, True
+        if self._resolution.several_ranks:
+            self._structure.own_gradients.clear()
+        super().zero_grad(set_to_none=set_to_none)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells GradScaler to unscale the gradients itself; and that it asks tells us that it is at work."""
+        steps = self._prepare()
+        refusals.refuse_scaling(steps[0].samples, any(step.own_noise for step in steps))
+        # If it finds an overflow there will be no step(), and whoever reads the weights then must find the mean.
+        self._leave_attached_sample()
+        self._asked_by_grad_scaler = True
+        return False
+
+    # -- blocks with a sample ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sampled_params(self, sample: int = 0, *, train: bool = True) -> Iterator[None]:
+        """Weights drawn from the posterior inside the block, the mean after it, also after an exception.
+
+        With ``train=True`` the draw belongs to the coming :meth:`step`: run forward *and* backward inside. For
+        ``mc_samples`` K > 1 run a block for each ``sample`` 0…K−1 in turn; with ``mc_samples=0`` the block sees the
+        mean. With ``train=False`` the draw is a fresh one for evaluation: the weights come back bit for bit, and
+        nothing of the training run changes.
+        """
+        self._sampling.refuse_inside_sample("sampled_params()")
+        check_flag("train", train)
+        if not is_number(sample, whole=True):
+            raise invalid("sample", sample, "the number of a sample", "Leave it out, or see train=False to evaluate.")
+        if not train:
+            with self._active_evaluation(sample):
+                yield
+            return
+        if self._block_was_idle and sample == self._sampling.open_sample and self._structure.groups[0].samples > 0:
+            # Told once, to users who expect a new draw each time, as other libraries make it.
+            warnings.warn(refusals.REPEATED_BLOCK, UserWarning, stacklevel=3)
+            self._warned_of_repetition = True
+        with self._active_sample(sample):
+            marks = [] if self._warned_of_repetition else gradient_marks(self._structure.groups)
+            yield
+            self._block_was_idle = bool(marks) and not backward_came(marks)
+
+    @contextmanager
+    def _active_sample(self, sample: int, *, stays: bool = False) -> Iterator[None]:
+        """A sample of the coming step, for a block of code; it may stay in the weights for the update to take out."""
+        try:
+            self._enter(sample, Holder.CALLER)
+            yield
+        except BaseException:
+            # A sample that was not finished must not be mistaken for one that was.
+            self._sampling.put_mean_back()
+            self._sampling.forget_samples()
+            raise
+        if stays:
+            self._sampling.holder = None
+        else:
+            self._sampling.put_mean_back()
+            self._hold_again()
+
+    def _enter(self, sample: int, holder: Holder, steps: list[GroupStep] | None = None) -> None:
+        """Make ``sample`` of the coming step active, after folding the sample before it."""
+        sampling = self._sampling
+        if sampling.aside is not None:
+            sampling.end_looks()
+        if sampling.holder is Holder.HOOK and sample == sampling.open_sample:
+            sampling.holder = holder  # it is in the weights: taking it out and in again would only round
+            return
+        if not sampling.is_mean:
+            sampling.put_mean_back()
+        count = (steps or self._prepare())[0].samples
+        if sampling.open_sample is not None and sample == sampling.open_sample + 1 < max(1, count):
+            self._fold_open_sample()
+        due = sampling.folded_samples if sampling.open_sample is None else sampling.open_sample
+        if sample != due:
+            refusals.require_due(sample, due, count)
+        if count > 0:
+            if self._resolution.several_ranks:
+                self._structure.watch_own_gradients()
+                self._seed_check.leave_note(self.param_groups)
+            sampling.write(sample)
+        sampling.open(sample, holder)
+
+    def _fold_open_sample(self) -> None:
+        """Fold the gradient that lies in ``p.grad`` and clear it for the next sample."""
+        sampling = self._sampling
+        if all(p.grad is None for p in self._params) and any(p.requires_grad for p in self._params):
+            refusals.require_gradient(sampling.open_sample)
+        with torch.no_grad():
+            self._structure.fold(sampling.open_sample, sampling.folded_samples)
+        sampling.close_folded()
+        super().zero_grad(set_to_none=True)
+
+    @contextmanager
+    def _active_evaluation(self, sample: int) -> Iterator[None]:
+        """A draw for evaluation, for a block of code."""
+        if sample != 0:
+            raise invalid("sample", sample, "left out with train=False", "Every evaluation block draws afresh.")
+        self._make_room_for_evaluation("sampled_params(train=False)")
+        try:
+            self._prepare()
+            self._sampling.begin_evaluation(self._params)
+            yield
+        finally:
+            self._sampling.end_evaluation()
+            self._sampling.end_look()
+            self._hold_again()
+
+    def _make_room_for_evaluation(self, what: str) -> None:
+        """Put the mean into the weights, for a forward in evaluation mode, say.
+
+        A sample that a hook holds comes back afterwards. Once a backward has been through it, and gradients of the
+        evaluation may be wanted, it is taken out for good instead: :meth:`step` does not need it in the weights.
+        """
+        backward_is_due = self._sampling.graph_made and all(p.grad is None for p in self._params)
+        if torch.is_grad_enabled() and not backward_is_due:
+            self._sampling.put_mean_back()
+            return
+        if torch.is_grad_enabled() and any(is_sharded(p) for p in self._params):
+            refusals.refuse_sharded_evaluation(what)
+        self._sampling.begin_look()
+
+    def hold_sample(self) -> None:
+        """Put the sample of the coming :meth:`step` into the weights, where it stays until then.
+
+        For training loops that call back, at the start of a batch say, rather than let themselves be wrapped. All
+        gradients until :meth:`step` are then taken at this sample, those of the micro-batches of an accumulated batch
+        too; a closure that :meth:`step` is given sees it as well, and may add to them. Held already, it stays as it
+        is. :meth:`release_sample` takes it out for a while (for a validation), :meth:`discard_samples` for good.
+        """
+        self._sampling.refuse_inside_sample("hold_sample()")
+        self._require_one_sample("hold_sample()")
+        note_hooks(self._sampling)
+        if self._sampling.holder is None:
+            self._enter(0, Holder.HOOK)
+        self._sampling.held = True
+
+    def _hold_again(self) -> None:
+        """Put a sample back that is held, after something that needed the mean."""
+        if self._sampling.held and self._sampling.holder is None:
+            self._enter(0, Holder.HOOK)
+
+    def release_sample(self) -> None:
+        """Put the mean back. The sample remains that of the coming step: :meth:`hold_sample` brings it back."""
+        self._sampling.refuse_inside_sample("release_sample()")
+        self._sampling.held = False
+        self._sampling.put_mean_back()
+
+    def discard_samples(self) -> None:
+        """Forget the samples drawn for the coming step, for a batch that is given up half-way."""
+        self._sampling.refuse_inside_sample("discard_samples()")
+        self._sampling.put_mean_back()
+        self._sampling.forget_samples()
+        self._structure.own_gradients.clear()
+
+    def _require_one_sample(self, what: str) -> None:
+        if self.mc_samples > 1:
+            remedy = "Pass a closure to step() for more samples."
+            raise invalid("mc_samples", self.mc_samples, f"0 or 1 with {what}", remedy)
+
+    # -- attached models --------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module) -> Attachment:
+        """Sample in a training loop that is not yours to change.
+
+        From now on a forward of ``model`` in training mode sees a sample, the same one until the next
+        :meth:`step`; a forward in evaluation mode sees the mean, and so do ``state_dict()`` and
+        ``load_state_dict()`` of the model. Returns a handle whose ``remove()`` detaches. An optimizer that was
+        attached to the model before is detached, if it has parameters in common with this one.
+
+        Between a forward and :meth:`step` the weights hold the sample. After an interrupt there,
+        :meth:`discard_samples` puts the mean back; so does the end of the optimizer's life. Gradients of an evaluation
+        between a forward and its backward cannot be had: use ``torch.no_grad()``.
+        """
+        self._require_one_sample("attach()")
+        check_model(model, "attach(model)")
+        params = self._params
+        drop_gathered(p for p in params if is_sharded(p))
+        owned = {id(p) for p in model.parameters()}
+        foreign = sum(id(p) not in owned for p in params)
+        if foreign:
+            raise ValueError(
+                f"attach(model): {foreign} of the optimizer's parameters are not parameters of this model. Attach the "
+                "module the optimizer was built from (not a copy), or one that contains all of them. weight_norm and "
+                "the like replace parameters: build the optimizer after them."
+            )
+        attachment = Attachment(self, model)
+        self._attached = True
+        note_hooks(self._sampling)
+        return attachment
+
+    def is_attached(self, model: nn.Module) -> bool:
+        """Whether :meth:`attach` has been called for the model, or for a part of it, and still holds."""
+        check_model(model, "is_attached(model)")
+        return is_attached(self, model)
+
+    def guard_checkpoints(self, model: nn.Module) -> CheckpointGuard:
+        """Let ``state_dict()`` of the model hold the mean, and what is loaded stay, while a sample is held.
+
+        For loops that use :meth:`hold_sample`; :meth:`attach` does it by itself. Returns a handle with ``remove()``.
+        """
+        check_model(model, "guard_checkpoints(model)")
+        return CheckpointGuard(self, model)
+
+    def _before_forward(self, training: bool) -> None:
+        """What the hook does before each forward of the attached model."""
+        sampling = self._sampling
+        if sampling.holder is Holder.CALLER:
+            return
+        if not training:
+            self._make_room_for_evaluation("A forward of the attached model in evaluation mode")
+            return
+        sampling.end_looks()
+        if sampling.holder is None:
+            self._enter(sampling.open_sample or 0, Holder.HOOK)
+        sampling.graph_made = sampling.graph_made or torch.is_grad_enabled()
+
+    def _after_evaluation(self) -> None:
+        """What the hook does after a forward in evaluation mode. In a block or a closure nothing was done before it."""
+        if self._sampling.holder is not Holder.CALLER:
+            self._sampling.end_look()
+
+    def _leave_attached_sample(self) -> None:
+        if self._sampling.holder is not Holder.CALLER:
+            self._sampling.put_mean_back()
