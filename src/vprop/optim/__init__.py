@@ -1,10 +1,10 @@
 """Named optimizers, one per file."""
 
-from vprop.optim.auto_prior import AutoPrior
+from vprop.help.auto_prior import AutoPrior
+from vprop.help.diagnosis import Diagnosis
+from vprop.help.lr_find import LrTrials, lr_find
 from vprop.optim.cvi import CVI
-from vprop.optim.diagnosis import Diagnosis
 from vprop.optim.ivon import IVON
-from vprop.optim.lr_find import LrTrials, lr_find
 from vprop.optim.mean_field import MeanField
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.optim.vadam import Vadam

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from vprop.checks import check_flag, check_model, invalid, is_number
+from vprop.help.auto_prior import follow_auto_priors
 from vprop.objective import Objective
 from vprop.optim import refusals
-from vprop.optim.auto_prior import follow_auto_priors
 from vprop.optim.checkpoints import is_asked_for_state
 from vprop.optim.closures import mean_result
 from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached

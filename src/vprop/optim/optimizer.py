@@ -14,6 +14,8 @@ from torch.optim.optimizer import ParamsT
 
 from vprop.checks import check_model
 from vprop.curvature import CurvatureEstimator
+from vprop.help.auto_prior import take_auto
+from vprop.help.diagnosis import Diagnosis, diagnose
 from vprop.likelihood import LikelihoodLike
 from vprop.optim import checkpoints
 from vprop.optim._arguments import (
@@ -24,8 +26,6 @@ from vprop.optim._arguments import (
     warn_of_shared_memory,
 )
 from vprop.optim._group_keys import check_entries, drop_duplicates
-from vprop.optim.auto_prior import take_auto
-from vprop.optim.diagnosis import Diagnosis, diagnose
 from vprop.optim.hyperparameters import Hyperparameter, Shared, check_hyperparameters, check_samples, declared_in
 from vprop.optim.loading import METHOD, check_is_mapping
 from vprop.optim.loops import TrainingLoops, at_the_mean

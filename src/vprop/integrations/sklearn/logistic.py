@@ -11,13 +11,13 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import validate_data
 from torch import Tensor, nn
 
+from vprop.help.auto_prior import AutoPrior
 from vprop.integrations.sklearn._arguments import check_choice, check_flag, check_positive, check_shared
 from vprop.integrations.sklearn._base import SampledEstimator
 from vprop.integrations.sklearn._classes import ClassesMixin
 from vprop.integrations.sklearn._data import Rows, row_weights
 from vprop.integrations.sklearn._linear import LinearLearner, coefficients, intercepts, make_prior, predictive_score
 from vprop.integrations.sklearn._training import CosineSteps, Progress, warn_if_diverged
-from vprop.optim.auto_prior import AutoPrior
 
 LARGEST_FULL = 500
 """Weights up to which ``covariance="auto"`` takes the full one: beyond, its factorization takes most of the time."""

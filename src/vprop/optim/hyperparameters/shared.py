@@ -12,7 +12,7 @@ from typing import Annotated
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from vprop.optim.auto_prior import PriorPrecision
+from vprop.help.auto_prior import PriorPrecision
 from vprop.optim.hyperparameters import checks, prior
 from vprop.optim.hyperparameters.declaration import Hyperparameter
 

@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vprop.checks import check_loss, check_model, invalid, is_finite, is_number, shown
 from vprop.objective import LossFunction, Objective
-from vprop.optim.optimizer import VariationalOptimizer
 from vprop.parallel.ranks import average_over_ranks
 from vprop.parallel.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from vprop.optim import VariationalOptimizer
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Times the optimizer's own lr: what is tried if nobody says."""
@@ -220,7 +222,7 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _check_arguments(optimizer: Any, model: Any, loss_fn: Any, loader: Any) -> None:
-    if not isinstance(optimizer, VariationalOptimizer):
+    if not hasattr(optimizer, "sampled_params"):  # none of ours, which are built on this module's package
         raise TypeError(
             f"lr_find(optimizer, …): got {type(optimizer).__name__}, must be an optimizer of vprop. Pass e.g. "
             "vprop.Vprop(model.parameters(), num_data=...)."

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.table import TABLE
 from vprop import CVI, IVON, VON, AutoPrior, Objective, Vprop
-from vprop.optim.auto_prior import BOUNDS, best_precision, damped
+from vprop.help.auto_prior import BOUNDS, best_precision, damped
 
 ROWS = 200
 EXACT = {"mc_samples": 0, "betas": (0.0, 0.0), "lr": 1.0}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vprop.optim.auto_prior import BOUNDS
+from vprop.help.auto_prior import BOUNDS
 from vprop.parallel.sharding import sums
 from vprop.structures.members import Marginal
 
