@@ -222,7 +222,7 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _check_arguments(optimizer: Any, model: Any, loss_fn: Any, loader: Any) -> None:
-    if not hasattr(optimizer, "sampled_params"):  # none of ours, which are built on this module's package
+    if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "sampled_params")):  # none of ours
         raise TypeError(
             f"lr_find(optimizer, …): got {type(optimizer).__name__}, must be an optimizer of vprop. Pass e.g. "
             "vprop.Vprop(model.parameters(), num_data=...)."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from vprop.checks import check_flag, check_model, invalid, is_number
+from vprop.checks import check_flag, check_model, invalid
 from vprop.help.auto_prior import follow_auto_priors
 from vprop.objective import Objective
 from vprop.optim import refusals
@@ -208,10 +208,11 @@ class TrainingLoops(Optimizer):
         mean. With ``train=False`` the draw is a fresh one for evaluation: the weights come back bit for bit, and
         nothing of the training run changes.
         """
-        self._sampling.refuse_inside_sample("sampled_params()")
-        check_flag("train", train)
-        if not is_number(sample, whole=True):
-            raise invalid("sample", sample, "the number of a sample", "Leave it out, or see train=False to evaluate.")
+        if self._sampling.holder is Holder.CALLER:
+            self._sampling.refuse_inside_sample("sampled_params()")
+        if type(train) is not bool or type(sample) is not int:
+            check_flag("train", train)
+            refusals.require_sample_number(sample)
         if not train:
             with self._active_evaluation(sample):
                 yield
@@ -240,7 +241,8 @@ class TrainingLoops(Optimizer):
             self._sampling.holder = None
         else:
             self._sampling.put_mean_back()
-            self._hold_again()
+            if self._sampling.held:
+                self._hold_again()
 
     def _enter(self, sample: int, holder: Holder, steps: list[GroupStep] | None = None) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vprop.checks import invalid
+from vprop.checks import invalid, is_number
 
 
 def refuse_no_closure(closure: Any, scaled: bool) -> None:
@@ -67,6 +67,12 @@ def require_samples(count: int, drawn: int, attached: bool) -> None:
             f"step() after {drawn} of mc_samples={count} samples. Run forward and backward in "
             f"`with optimizer.sampled_params(k):` for k = 0…{count - 1}, or pass a closure."
         )
+
+
+def require_sample_number(sample: Any) -> None:
+    """Refuse what is no number of a sample; NumPy's will do."""
+    if not is_number(sample, whole=True):
+        raise invalid("sample", sample, "the number of a sample", "Leave it out, or see train=False to evaluate.")
 
 
 def require_due(sample: int, expected: int, count: int) -> None:

@@ -227,13 +227,16 @@ def gradient_marks(groups: list[GroupStep]) -> list[Mark]:
     """
     if torch.compiler.is_compiling() or not groups[0].members or not groups[-1].members:
         return []
-    ends = (groups[0].members[0], groups[-1].members[-1])
-    return [_mark(member.p) for member in ends if member.local is member.p]
-
-
-def _mark(p: Tensor) -> Mark:
-    grad = p.grad  # the id of a freed gradient may be that of the next one, hence a reference
-    return (p, None, 0) if grad is None else (p, weakref.ref(grad), 0 if grad.is_inference() else grad._version)
+    marks: list[Mark] = []
+    for member in (groups[0].members[0], groups[-1].members[-1]):
+        grad = member.p.grad
+        if member.local is not member.p:
+            continue
+        if grad is None:
+            marks.append((member.p, None, 0))
+        else:  # the id of a freed gradient may be that of the next one, hence a reference
+            marks.append((member.p, weakref.ref(grad), 0 if grad.is_inference() else grad._version))
+    return marks
 
 
 def backward_came(marks: list[Mark]) -> bool:
