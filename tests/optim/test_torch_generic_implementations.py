@@ -101,5 +101,5 @@ def test_the_default_precision_is_nobodys_business(case):
 @pytest.mark.parametrize("case", entries(has("fused"), first_of_each=True))
 def test_defaults_changed_to_foreach(case):
     """The default is the fastest there is: here a kernel, for all parameters together."""
-    assert len(trained(case, steps=1)[1]._packs.packs) == 1
-    assert not trained(case, steps=1, **case.forloop)[1]._packs.packs
+    assert len(trained(case, steps=1)[1]._structure._packs.packs) == 1
+    assert not trained(case, steps=1, **case.forloop)[1]._structure._packs.packs

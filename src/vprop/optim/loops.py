@@ -171,7 +171,7 @@ class TrainingLoops(Optimizer):
         code = getattr(closure, "__code__", type(closure))
         known, self._cleared = self._clearing_closure is code, False
         result = closure() if known else refuse_old_gradients(closure, self._params)
-        if known and not self._cleared:
+        if known and not self._cleared and any(p.grad is not None for p in self._params):
             raise RuntimeError(ADDED)
         self._clearing_closure = code if self._cleared else None
         return result

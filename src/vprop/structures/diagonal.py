@@ -192,16 +192,16 @@ class Diagonal(PortableDiagonal):
             if job is None:
                 unfused += pack.members
             else:
-                jobs.append((job, sample))
+                jobs.append(job)
                 if job.step.sampled:
-                    del active[id(pack)]
+                    job.sample = active.pop(id(pack))
         for sample in active.values():  # those that no job takes out
             if sample.done:
                 _take_out(sample)
         if plan is not None and plan.written:  # type: ignore[attr-defined]
             written.restore(plan.written)  # type: ignore[attr-defined]
-        for job, sample in jobs:
-            self._run(job, sample)
+        for job in jobs:
+            self._run(job)
         if unfused:
             self._update_unfused(unfused)
 
@@ -254,19 +254,10 @@ class Diagonal(PortableDiagonal):
                 others[i] = torch.zeros_like(pack.hess[i])
         return others
 
-    def _run(self, job: Job, sample: PackedSample | None) -> None:
-        pack = job.pack
-        before = None if sample is None or pack.is_captured() else pack.probe.clone()
-        try:
-            job.run(self.unusable_on(pack.table.device), self._captured.append)
-        except BaseException:  # an interrupt may come through when the kernel has done its work
-            if sample is not None and before is not None and not torch.equal(before, pack.probe):
-                sample.done = False
-            raise
-        if sample is not None:
-            sample.done = False
+    def _run(self, job: Job) -> None:
+        job.run(self.unusable_on(job.pack.table.device), self._captured.append)
         if not math.isinf(job.step.clip_radius):
-            self.clipped.setdefault(pack.step.number, []).append((pack.table.clipped, pack.size))
+            self.clipped.setdefault(job.pack.step.number, []).append((job.pack.table.clipped, job.pack.size))
 
     def _start_and_stop_momenta(self, packs: list[Pack], others: list[Member], plan: Plan | None) -> bool:
         """Make the state match β₁, which can be edited between steps; returns whether that changed a pack."""

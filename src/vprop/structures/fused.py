@@ -19,7 +19,7 @@ from vprop.curvature.price import Price
 from vprop.curvature.squared_gradient import MeanSquare, SquaredGradient
 from vprop.kernels.call import Curvature, Step
 from vprop.kernels.table import Role
-from vprop.structures.packs import Pack
+from vprop.structures.packs import Pack, PackedSample
 
 _DTYPE = attrgetter("dtype")
 
@@ -53,6 +53,8 @@ class Job:
     """Of all parameters of the pack; ``None`` for one that takes no part."""
     others: list[Any]
     """ĥ, or the first gradient of a pair, likewise; or nothing."""
+    sample: PackedSample | None = None
+    """The sample that is in the weights, and that the kernel takes out."""
 
     def run(self, unusable: Tensor, keep: Callable[[Any], None]) -> None:
         """Count the step and launch the kernel. ``keep`` gets what a CUDA graph in capture will read."""
@@ -90,7 +92,11 @@ class Job:
                 # Nothing was done, so the sample that is still in the weights must be found again.
                 pack.count_step(took_part, by=-1)
                 pack.look_at_counts()
+            elif self.sample is not None:  # an interrupt came through when the kernel had done its work
+                self.sample.done = False
             raise
+        if self.sample is not None:
+            self.sample.done = False
         pack.weights_changed()
 
 
