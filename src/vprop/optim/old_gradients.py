@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +61,41 @@ class _OldGradient:
             handle.remove()
 
 
-def refuse_old_gradients(closure: Callable[[], Any], params: Iterable[Tensor]) -> Any:
+class _KeptGradient:
+    """Sees less, and costs next to nothing: whether the gradient of a parameter is the tensor that it was before."""
+
+    def __init__(self, p: Tensor, grad: Tensor) -> None:
+        # The id of a freed gradient may be that of the next one, hence a reference.
+        self._p, self._grad, self._version = p, weakref.ref(grad), grad._version
+
+    def is_there(self) -> bool:
+        """Whether it still is in ``p.grad``, as it was or written to."""
+        return self._p.grad is not None and self._p.grad is self._grad()
+
+    def was_written_to(self) -> bool:
+        """Whether something was done to it, which without a clearing is an addition."""
+        grad = self._p.grad
+        return grad is not None and self.is_there() and grad._version != self._version
+
+
+def refuse_unless_cleared(closure: Callable[[], Any], params: Sequence[Tensor], was_cleared: Callable[[], bool]) -> Any:
+    """Call a closure that is known to clear the gradients; an error if it does not this time, and adds to old ones.
+
+    Another closure can look the same (a decorator makes all of them alike), and clear in a way of its own: gradients
+    that are other tensors afterwards are none of the old ones.
+    """
+    kept = [_KeptGradient(p, p.grad) for p in _ends(params) if p.grad is not None]
+    result = closure()
+    if was_cleared() or not kept:
+        return result
+    if any(old.was_written_to() for old in kept):
+        raise RuntimeError(ADDED)
+    if result is None and all(old.is_there() for old in kept):
+        raise RuntimeError(NOTHING_DONE)
+    return result
+
+
+def refuse_old_gradients(closure: Callable[[], Any], params: Sequence[Tensor]) -> Any:
     """Call a closure; an error if it adds to gradients that the parameters have, or relies on them.
 
     For closures that are not known to clear the gradients. Two parameters are watched, the first and the last that
@@ -79,12 +114,19 @@ def refuse_old_gradients(closure: Callable[[], Any], params: Iterable[Tensor]) -
     return result
 
 
-def _watch(params: Iterable[Tensor]) -> list[_OldGradient]:
+def _watch(params: Sequence[Tensor]) -> list[_OldGradient]:
+    return [_OldGradient(p, p.grad) for p in _ends(params) if p.grad is not None]
+
+
+def _ends(params: Sequence[Tensor]) -> list[Tensor]:
+    """The first and the last parameter that have a gradient."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return []
-    found = [p for p in params if _has_gradient(p)]
-    ends = {id(p): p for p in (*found[:1], *found[-1:])}.values()
-    return [_OldGradient(p, p.grad) for p in ends if p.grad is not None]
+    first = next(filter(_has_gradient, params), None)
+    if first is None:
+        return []
+    last = next(filter(_has_gradient, reversed(params)), first)
+    return [first] if first is last else [first, last]
 
 
 def _has_gradient(p: Tensor) -> bool:

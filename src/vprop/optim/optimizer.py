@@ -33,7 +33,7 @@ from vprop.optim.diagnosis import Diagnosis, diagnose
 from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached
 from vprop.optim.hyperparameters import Hyperparameter, Shared, check_hyperparameters, check_samples, declared_in
 from vprop.optim.loading import METHOD, check_is_mapping
-from vprop.optim.old_gradients import ADDED, refuse_old_gradients
+from vprop.optim.old_gradients import refuse_old_gradients, refuse_unless_cleared
 from vprop.optim.resolution import Resolution, check_sample_counts
 from vprop.optim.sampling import (
     Holder,
@@ -298,15 +298,16 @@ class VariationalOptimizer(Optimizer):
     def _call(self, closure: Callable[[], Any]) -> Any:
         """Call a closure before whose sample no gradient can have been taken; it must clear those that are there.
 
-        Once it has called our ``zero_grad`` it is known to, and an error when it does not; until then it is watched.
+        Once it has called our ``zero_grad`` it is known to; until then, and when it has not, it is watched closely.
         """
         if isinstance(closure, Objective):
             return closure()
         code = getattr(closure, "__code__", type(closure))
-        known, self._cleared = self._clearing_closure is code, False
-        result = closure() if known else refuse_old_gradients(closure, self._params)
-        if known and not self._cleared:
-            raise RuntimeError(ADDED)
+        known, self._clearing_closure, self._cleared = self._clearing_closure is code, None, False
+        if known:
+            result = refuse_unless_cleared(closure, self._params, lambda: self._cleared)
+        else:
+            result = refuse_old_gradients(closure, self._params)
         self._clearing_closure = code if self._cleared else None
         return result
 
