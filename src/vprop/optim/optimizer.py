@@ -38,11 +38,11 @@ from vprop.optim.resolution import Resolution, check_sample_counts
 from vprop.optim.sampling import (
     Holder,
     Sampling,
-    backward_came,
     forget_casts,
     gradient_marks,
     note_hooks,
     release_samples,
+    was_idle,
 )
 from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.seeds import SeedCheck
@@ -373,7 +373,7 @@ class VariationalOptimizer(Optimizer):
         with self._active_sample(sample):
             marks = [] if self._warned_of_repetition else gradient_marks(self._structure.groups)
             yield
-            self._block_was_idle = bool(marks) and not backward_came(marks)
+            self._block_was_idle = was_idle(marks, self._params)
 
     @contextmanager
     def _active_sample(self, sample: int, *, stays: bool = False) -> Iterator[None]:

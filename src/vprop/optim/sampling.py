@@ -236,7 +236,17 @@ def _mark(p: Tensor) -> Mark:
     return (p, None, 0) if grad is None else (p, weakref.ref(grad), 0 if grad.is_inference() else grad._version)
 
 
-def backward_came(marks: list[Mark]) -> bool:
+def was_idle(marks: list[Mark], params: Iterable[Tensor]) -> bool:
+    """Whether there was no backward since then, as far as can be told.
+
+    Where others of ``params`` have gradients and those that were looked at have none, the loss may not depend on them.
+    """
+    if not marks or _backward_came(marks):
+        return False
+    return any(p.grad is not None for p, _, _ in marks) or all(p.grad is None for p in params)
+
+
+def _backward_came(marks: list[Mark]) -> bool:
     """Whether gradients have changed since then."""
     for p, reference, version in marks:
         grad = p.grad
