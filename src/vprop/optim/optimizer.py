@@ -48,7 +48,7 @@ from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.seeds import SeedCheck
 from vprop.parallel.sharding import is_sharded, local_grad
 from vprop.posterior import Posterior
-from vprop.structures import NATURAL, Diagonal, GroupStep, Marginal, Rule, Structure
+from vprop.structures import NATURAL, Diagonal, GroupStep, Marginal, RateFactor, Rule, Structure
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -124,8 +124,8 @@ class VariationalOptimizer(Optimizer):
         """The update of mean and curvature."""
         return NATURAL
 
-    def _rate_factor(self, group: dict[str, Any], ess: float) -> float | list[Tensor]:
-        """What ``lr`` is multiplied by: a number, or a tensor for each parameter."""
+    def _rate_factor(self, group: dict[str, Any], ess: float) -> RateFactor:
+        """What ``lr`` is multiplied by."""
         return 1.0
 
     # -- groups ----------------------------------------------------------------------------------------------
