@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -245,6 +247,50 @@ def test_closures_that_clear_in_any_way_are_welcome(clear, mc_samples, where):
     assert_same_run(*runs)
 
 
+def cleared_by_it(optimizer, model, way):
+    CLEARINGS[way](optimizer, model)
+    return backward_of(model, model, make_batch(), clear=False)
+
+
+def closures_alike(optimizer, model, way, kind):
+    """A closure that looks the same as others that clear in another way: one code object, or one type."""
+    if kind == "partial":
+        return functools.partial(cleared_by_it, optimizer, model, way)
+    if kind == "decorated":
+        return torch.enable_grad()(lambda: cleared_by_it(optimizer, model, way))
+    return lambda: cleared_by_it(optimizer, model, way)
+
+
+@pytest.mark.parametrize("kind", ["lambda", "partial", "decorated"])
+@pytest.mark.parametrize("way", ["model", "by hand"])
+def test_closures_that_look_the_same_may_clear_differently(kind, way):
+    model, optimizer = set_up()
+    for now in ("optimizer", way, way, "optimizer", "optimizer", way):
+        optimizer.step(closures_alike(optimizer, model, now, kind))
+    assert int(optimizer.state[model[0].weight]["step"]) == 6
+
+
+def test_a_closure_that_clears_only_sometimes_is_refused_only_when_it_adds():
+    model, optimizer = set_up()
+    clears = True
+
+    def closure():
+        if clears:
+            optimizer.zero_grad()
+        return backward_of(model, model, make_batch(), clear=False)
+
+    optimizer.step(closure)
+    clears = False
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="added its gradients to others"):
+            optimizer.step(closure)
+    optimizer.zero_grad()
+    optimizer.step(closure)
+    clears = True
+    optimizer.step(closure)
+    assert int(optimizer.state[model[0].weight]["step"]) == 3
+
+
 def test_parameters_that_a_closure_does_not_reach_are_welcome():
     """Cleared in place and not reached: one write to the gradient, which is no addition."""
     model, optimizer = set_up()
@@ -260,8 +306,9 @@ def test_parameters_that_a_closure_does_not_reach_are_welcome():
     assert int(optimizer.state[model[0].weight]["step"]) == 2
 
 
-def backward_of(model, runner, batch):
-    model.zero_grad()
+def backward_of(model, runner, batch, clear=True):
+    if clear:
+        model.zero_grad()
     loss = F.cross_entropy(runner(batch[0]), batch[1])
     loss.backward()
     return loss

@@ -246,6 +246,58 @@ def test_a_group_edited_while_its_sample_is_in_the_weights(edit, prior, out):
     torch.testing.assert_close([p.detach() for p in model.parameters()], before, rtol=1e-5, atol=1e-6)
 
 
+def exchanged(tensors, i, value):
+    tensors[i] = torch.full_like(tensors[i], value)
+
+
+def moved(tensors, i, value):
+    tensors[i].data = torch.full_like(tensors[i], value)
+
+
+def filled(tensors, i, value):
+    tensors[i].fill_(value)
+
+
+@pytest.mark.parametrize("change", [exchanged, moved, filled])
+@pytest.mark.parametrize("prior", ["prior_mean", "prior_precision"])
+@pytest.mark.parametrize("rescale_lr", [False, True])
+@pytest.mark.parametrize("fused", [None, False])
+def test_priors_that_are_changed_in_their_list_count(change, prior, rescale_lr, fused):
+    """As with a list that is new from the start."""
+    runs = []
+    for anew in (True, False):
+        model = make_model()
+        lists = {name: [torch.ones_like(p) for p in model.parameters()] for name in ("prior_mean", "prior_precision")}
+        optimizer = IVON(model.parameters(), num_data=100, rescale_lr=rescale_lr, fused=fused, **lists)
+        for seed in range(4):
+            if seed == 2 and anew:
+                group = optimizer.param_groups[0]
+                group[prior] = [torch.full_like(p, 1.0 if i else 30.0) for i, p in enumerate(model.parameters())]
+            elif seed == 2:
+                change(optimizer.param_groups[0][prior], 0, 30.0)
+            closure_step(optimizer, model, [make_batch(seed=seed)])
+        runs.append((model, optimizer))
+    assert_same_run(*runs)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_frozen_parameters_that_join_a_group_move_the_others_numbers(fused, place):
+    """A parameter's number addresses its noise; packs that are kept must not keep the old one."""
+    runs = []
+    for anew in (True, False):
+        model, frozen = make_model(), nn.Parameter(torch.ones(2), requires_grad=False)
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+        optimizer = Vprop(groups, num_data=100, fused=fused)
+        closure_step(optimizer, model, [make_batch()])
+        optimizer.param_groups[0]["params"].insert(0 if place == "before" else 2, frozen)
+        if anew:
+            optimizer.load_state_dict(optimizer.state_dict())
+        closure_step(optimizer, model, [make_batch(seed=1)])
+        runs.append((model, optimizer))
+    assert_same_run(*runs)
+
+
 def test_a_failing_pack_leaves_the_mean_in_all_of_them(monkeypatch):
     model = make_model()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.0}]

@@ -405,6 +405,20 @@ def test_steps_that_are_left_out_are_no_evaluation():
                 weight.sum().backward()
 
 
+def test_a_loss_that_does_not_depend_on_all_weights_is_no_evaluation():
+    """The first and the last parameter take no part, as with the heads of other tasks."""
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = plain(weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            for _ in range(3):  # micro-batches
+                with optimizer.sampled_params():
+                    weights[1].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_weights_in_shared_memory_are_told():
     model = make_model().share_memory()
     with pytest.warns(UserWarning, match=r"Parameter 0 of the group is in shared memory.*Hogwild.*mc_samples=0"):

@@ -177,7 +177,7 @@ class Attachment:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._leave_attached_sample()
-            optimizer._attached = False
+            optimizer._loop.attached = False
         self._guard.remove()
         for handle in self._handles:
             handle.remove()

@@ -12,7 +12,7 @@ from vprop.curvature import CurvatureEstimator, Price
 from vprop.optim.hyperparameters import Hyperparameter, Shared, not_centered, with_hyperparameters
 from vprop.optim.hyperparameters.checks import flag
 from vprop.optim.optimizer import VariationalOptimizer
-from vprop.structures import RIEMANNIAN, Rule
+from vprop.structures import RIEMANNIAN, RateFactor, Rule
 
 
 class IVONArguments(Shared, total=False):
@@ -69,10 +69,10 @@ class IVON(VariationalOptimizer):
     def _rule(self, group: dict[str, Any]) -> Rule:
         return RIEMANNIAN
 
-    def _rate_factor(self, group: dict[str, Any], ess: float) -> float | list[Tensor]:
+    def _rate_factor(self, group: dict[str, Any], ess: float) -> RateFactor:
         if not group["rescale_lr"]:
             return 1.0
-        precision = group["prior_precision"]
+        precision, start = group["prior_precision"], group["hess_init"]
         if isinstance(precision, list):
-            return [group["hess_init"] + tensor / ess for tensor in precision]
-        return group["hess_init"] + precision / ess
+            return lambda damping: start + damping
+        return start + precision / ess

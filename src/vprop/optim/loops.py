@@ -6,6 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -20,9 +21,9 @@ from vprop.optim import refusals
 from vprop.optim.checkpoints import is_asked_for_state
 from vprop.optim.closures import mean_result
 from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached
-from vprop.optim.old_gradients import ADDED, refuse_old_gradients
+from vprop.optim.old_gradients import kept_gradients, refuse_kept, refuse_old_gradients
 from vprop.optim.resolution import Resolution
-from vprop.optim.sampling import Holder, Sampling, backward_came, forget_casts, gradient_marks, note_hooks
+from vprop.optim.sampling import Holder, Sampling, forget_casts, gradient_marks, note_hooks, was_idle
 from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.seeds import SeedCheck
 from vprop.parallel.sharding import is_sharded
@@ -46,6 +47,26 @@ def at_the_mean(method: Method) -> Method:
     return wrapped  # type: ignore[return-value]
 
 
+@dataclass
+class LoopState:
+    """What the loops remember between two calls.
+
+    An object of its own: torch.compile carries out assignments to the attributes of plain objects, and not to those of
+    an optimizer.
+    """
+
+    attached: bool = False
+    """Whether the hooks of a model draw the samples."""
+    asked_by_grad_scaler: bool = False
+    block_was_idle: bool = False
+    """Whether the last `with optimizer.sampled_params():` block ended without a backward."""
+    warned_of_repetition: bool = False
+    cleared: bool = False
+    """Whether ``zero_grad`` was called since the closure began."""
+    clearing_closure: Any = None
+    """The code of the last closure, if it is known to call ``zero_grad``."""
+
+
 class TrainingLoops(Optimizer):
     """How samples get into the weights while gradients are taken, and the step that follows.
 
@@ -56,14 +77,7 @@ class TrainingLoops(Optimizer):
     _sampling: Sampling
     _resolution: Resolution
     _seed_check: SeedCheck
-    _attached: bool
-    _asked_by_grad_scaler: bool
-    _block_was_idle: bool
-    _warned_of_repetition: bool
-    _cleared: bool
-    """Whether ``zero_grad`` was called since the closure began."""
-    _clearing_closure: Any
-    """The code of the last closure, if it is known to call ``zero_grad``."""
+    _loop: LoopState
 
     @abstractmethod
     def _prepare(self) -> list[GroupStep]:
@@ -101,18 +115,19 @@ class TrainingLoops(Optimizer):
             self._prepare()
             structure.make_state()
             return None
-        scaled, self._asked_by_grad_scaler = self._asked_by_grad_scaler, False
+        scaled, self._loop.asked_by_grad_scaler = self._loop.asked_by_grad_scaler, False
         loss = None
         try:
             if closure is not None:
-                refusals.refuse_no_closure(closure, scaled)
+                if scaled or not callable(closure):
+                    refusals.refuse_no_closure(closure)
                 loss = self._evaluate(closure)
             else:
                 steps = self._prepare()
                 if structure.needs_objective:
                     refusals.require_objective(type(self).__name__)
                 if sampling.drawn_samples < steps[0].samples:
-                    refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._attached)
+                    refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._loop.attached)
             if self._resolution.several_ranks:
                 self._seed_check.compare(self.param_groups)
             structure.fold(sampling.open_sample, sampling.folded_samples)
@@ -121,7 +136,7 @@ class TrainingLoops(Optimizer):
             sampling.put_mean_back()
             raise
         sampling.forget_samples()
-        self._block_was_idle = False
+        self._loop.block_was_idle = False
         forget_casts()
         if structure.follows_priors:
             follow_auto_priors(self)
@@ -164,16 +179,20 @@ class TrainingLoops(Optimizer):
     def _call(self, closure: Callable[[], Any]) -> Any:
         """Call a closure before whose sample no gradient can have been taken; it must clear those that are there.
 
-        Once it has called our ``zero_grad`` it is known to, and an error when it does not; until then it is watched.
+        Once it has called our ``zero_grad`` it is known to; until then, and when it has not, it is watched closely.
         """
         if isinstance(closure, Objective):
             return closure()
-        code = getattr(closure, "__code__", type(closure))
-        known, self._cleared = self._clearing_closure is code, False
-        result = closure() if known else refuse_old_gradients(closure, self._params)
-        if known and not self._cleared and any(p.grad is not None for p in self._params):
-            raise RuntimeError(ADDED)
-        self._clearing_closure = code if self._cleared else None
+        loop, code = self._loop, getattr(closure, "__code__", type(closure))
+        known, loop.clearing_closure, loop.cleared = loop.clearing_closure is code, None, False
+        if known:
+            kept = kept_gradients(self._params)
+            result = closure()
+            if not loop.cleared:
+                refuse_kept(kept, result)
+        else:
+            result = refuse_old_gradients(closure, self._params)
+        loop.clearing_closure = code if loop.cleared else None
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -182,7 +201,7 @@ class TrainingLoops(Optimizer):
         waits = sampling.holder is None and sampling.open_sample is not None
         if waits and sampling.drawn_samples < self._structure.groups[0].samples:
             self._fold_open_sample()
-        self._asked_by_grad_scaler, self._cleared = False, True
+        self._loop.asked_by_grad_scaler, self._loop.cleared = False, True
         if self._resolution.several_ranks:
             self._structure.own_gradients.clear()
         super().zero_grad(set_to_none=set_to_none)
@@ -194,7 +213,7 @@ class TrainingLoops(Optimizer):
         refusals.refuse_scaling(steps[0].samples, any(step.own_noise for step in steps))
         # If it finds an overflow there will be no step(), and whoever reads the weights then must find the mean.
         self._leave_attached_sample()
-        self._asked_by_grad_scaler = True
+        self._loop.asked_by_grad_scaler = True
         return False
 
     # -- blocks with a sample ---------------------------------------------------------------------------------------
@@ -217,14 +236,14 @@ class TrainingLoops(Optimizer):
             with self._active_evaluation(sample):
                 yield
             return
-        if self._block_was_idle and sample == self._sampling.open_sample and self._structure.groups[0].samples > 0:
+        if self._loop.block_was_idle and sample == self._sampling.open_sample and self._structure.groups[0].samples > 0:
             # Told once, to users who expect a new draw each time, as other libraries make it.
             warnings.warn(refusals.REPEATED_BLOCK, UserWarning, stacklevel=3)
-            self._warned_of_repetition = True
+            self._loop.warned_of_repetition = True
         with self._active_sample(sample):
-            marks = [] if self._warned_of_repetition else gradient_marks(self._structure.groups)
+            marks = [] if self._loop.warned_of_repetition else gradient_marks(self._structure.groups)
             yield
-            self._block_was_idle = bool(marks) and not backward_came(marks)
+            self._loop.block_was_idle = was_idle(marks, self._structure.groups)
 
     @contextmanager
     def _active_sample(self, sample: int, *, stays: bool = False) -> Iterator[None]:
@@ -371,7 +390,7 @@ class TrainingLoops(Optimizer):
                 "the like replace parameters: build the optimizer after them."
             )
         attachment = Attachment(self, model)
-        self._attached = True
+        self._loop.attached = True
         note_hooks(self._sampling)
         return attachment
 

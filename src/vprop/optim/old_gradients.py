@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,34 @@ class _OldGradient:
             handle.remove()
 
 
-def refuse_old_gradients(closure: Callable[[], Any], params: Iterable[Tensor]) -> Any:
+Kept = tuple[Tensor, Tensor, int]
+"""A parameter, the gradient that it had, and how often that had been written to."""
+
+
+def kept_gradients(params: Sequence[Tensor]) -> list[Kept]:
+    """The gradients of the first and the last parameter before a closure that is known to clear them."""
+    kept = []
+    for p in (params[0], params[-1]):
+        grad = p.grad
+        if grad is not None and not grad.is_inference() and not is_sharded(p):
+            kept.append((p, grad, grad._version))
+    return kept
+
+
+def refuse_kept(kept: list[Kept], result: Any) -> None:
+    """An error if a closure that did not clear gradients this time added to old ones, or relied on them.
+
+    Another closure can look the same (a decorator makes all of them alike), and clear in a way of its own: gradients
+    that are other tensors afterwards are none of the old ones.
+    """
+    there = [(grad, version) for p, grad, version in kept if p.grad is grad]
+    if any(grad._version != version for grad, version in there):
+        raise RuntimeError(ADDED)
+    if result is None and kept and len(there) == len(kept):
+        raise RuntimeError(NOTHING_DONE)
+
+
+def refuse_old_gradients(closure: Callable[[], Any], params: Sequence[Tensor]) -> Any:
     """Call a closure; an error if it adds to gradients that the parameters have, or relies on them.
 
     For closures that are not known to clear the gradients. Two parameters are watched, the first and the last that
@@ -79,12 +106,19 @@ def refuse_old_gradients(closure: Callable[[], Any], params: Iterable[Tensor]) -
     return result
 
 
-def _watch(params: Iterable[Tensor]) -> list[_OldGradient]:
+def _watch(params: Sequence[Tensor]) -> list[_OldGradient]:
+    return [_OldGradient(p, p.grad) for p in _ends(params) if p.grad is not None]
+
+
+def _ends(params: Sequence[Tensor]) -> list[Tensor]:
+    """The first and the last parameter that have a gradient."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return []
-    found = [p for p in params if _has_gradient(p)]
-    ends = {id(p): p for p in (*found[:1], *found[-1:])}.values()
-    return [_OldGradient(p, p.grad) for p in ends if p.grad is not None]
+    first = next(filter(_has_gradient, params), None)
+    if first is None:
+        return []
+    last = next(filter(_has_gradient, reversed(params)), first)
+    return [first] if first is last else [first, last]
 
 
 def _has_gradient(p: Tensor) -> bool:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from vprop.optim._arguments import (
 from vprop.optim._group_keys import check_entries, drop_duplicates
 from vprop.optim.hyperparameters import Hyperparameter, Shared, check_hyperparameters, check_samples, declared_in
 from vprop.optim.loading import METHOD, check_is_mapping
-from vprop.optim.loops import TrainingLoops, at_the_mean
+from vprop.optim.loops import LoopState, TrainingLoops, at_the_mean
 from vprop.optim.resolution import Resolution, check_sample_counts
 from vprop.optim.sampling import (
     Sampling,
@@ -37,7 +37,7 @@ from vprop.optim.sampling import (
 )
 from vprop.parallel.seeds import SeedCheck
 from vprop.posterior import Posterior
-from vprop.structures import NATURAL, Diagonal, GroupStep, Marginal, Rule, Structure
+from vprop.structures import NATURAL, Diagonal, GroupStep, Marginal, RateFactor, Rule, Structure
 
 
 class VariationalOptimizer(TrainingLoops):
@@ -72,9 +72,7 @@ class VariationalOptimizer(TrainingLoops):
         self._sampling = Sampling(self._structure)
         self._resolution = Resolution()
         self._seed_check = SeedCheck()
-        self._attached = self._asked_by_grad_scaler = False
-        self._block_was_idle = self._warned_of_repetition = False
-        self._cleared, self._clearing_closure = False, cast(Any, None)
+        self._loop = LoopState()
         self._snapshots = 0
         self._watch_lifetime()
 
@@ -96,8 +94,8 @@ class VariationalOptimizer(TrainingLoops):
         """The update of mean and curvature."""
         return NATURAL
 
-    def _rate_factor(self, group: dict[str, Any], ess: float) -> float | list[Tensor]:
-        """What ``lr`` is multiplied by: a number, or a tensor for each parameter."""
+    def _rate_factor(self, group: dict[str, Any], ess: float) -> RateFactor:
+        """What ``lr`` is multiplied by."""
         return 1.0
 
     # -- groups ----------------------------------------------------------------------------------------------
@@ -277,7 +275,7 @@ class VariationalOptimizer(TrainingLoops):
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        attached, structure = self.__dict__.get("_attached", False), self.__dict__.get("_structure")
+        loop, structure = self.__dict__.get("_loop"), self.__dict__.get("_structure")
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it to a copy; groups must have the keys that they had
         for group in self.param_groups:  # a checkpoint may be older than an argument
@@ -286,6 +284,6 @@ class VariationalOptimizer(TrainingLoops):
         self._start_afresh()
         if structure is not None:
             self._structure.take_over(structure)
-        self._attached = attached
-        if attached:
+        if loop is not None and loop.attached:
+            self._loop.attached = True
             note_hooks(self._sampling)

@@ -7,19 +7,18 @@ from typing import Any
 from vprop.checks import invalid, is_number
 
 
-def refuse_no_closure(closure: Any, scaled: bool) -> None:
-    """An error if ``closure`` cannot be called, or GradScaler is at work."""
+def refuse_no_closure(closure: Any) -> None:
+    """An error: ``closure`` cannot be called, or GradScaler is at work."""
     if not callable(closure):
         raise TypeError(
             f"step(closure): got {type(closure).__name__}, must be a function that clears the gradients, computes "
             "the loss, calls backward() and returns it, or a vprop.Objective. With gradients from a "
             "`with optimizer.sampled_params():` block or of an attached model, call step() without an argument."
         )
-    if scaled:
-        raise RuntimeError(
-            "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
-            "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
-        )
+    raise RuntimeError(
+        "A closure cannot be scaled: GradScaler unscales gradients before step(), and the closure makes new "
+        "ones. Use `with optimizer.sampled_params():` or optimizer.attach(model), then scaler.step(optimizer)."
+    )
 
 
 def require_objective(optimizer: str) -> None:

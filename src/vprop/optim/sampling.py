@@ -239,7 +239,19 @@ def gradient_marks(groups: list[GroupStep]) -> list[Mark]:
     return marks
 
 
-def backward_came(marks: list[Mark]) -> bool:
+def was_idle(marks: list[Mark], groups: list[GroupStep]) -> bool:
+    """Whether there was no backward since then, as far as can be told.
+
+    Where others have gradients and those that were looked at have none, the loss may not depend on them.
+    """
+    if not marks or _backward_came(marks):
+        return False
+    if any(p.grad is not None for p, _, _ in marks):
+        return True
+    return all(member.p.grad is None for step in groups for member in step.members)
+
+
+def _backward_came(marks: list[Mark]) -> bool:
     """Whether gradients have changed since then."""
     for p, reference, version in marks:
         grad = p.grad

@@ -3,7 +3,7 @@
 from vprop.structures.base import Structure, TensorSpec
 from vprop.structures.diagonal import Diagonal
 from vprop.structures.full import Full
-from vprop.structures.members import GroupStep, Marginal, Member
+from vprop.structures.members import GroupStep, Marginal, Member, RateFactor
 from vprop.structures.plans import Plan
 from vprop.structures.rules import NATURAL, RIEMANNIAN, VADAM, Rule
 
@@ -17,6 +17,7 @@ __all__ = [
     "Marginal",
     "Member",
     "Plan",
+    "RateFactor",
     "Rule",
     "Structure",
     "TensorSpec",

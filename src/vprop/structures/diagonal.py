@@ -81,7 +81,7 @@ def _take_out(sample: PackedSample) -> None:
 
 def _direct(step: GroupStep) -> tuple[Curvature, float] | None:
     """How a kernel makes ĥ of the gradients of a step, if it can without our folding them."""
-    if step.rule.kernel is None or step.own_noise or isinstance(step.rate_factor, list):
+    if step.rule.kernel is None or step.own_noise or callable(step.rate_factor):
         return None
     return curvature_in_kernel(step.estimator, step.samples, step.ess)
 
@@ -214,7 +214,7 @@ class Diagonal(PortableDiagonal):
     def _job(self, pack: Pack, active: PackedSample | None) -> Job | None:
         """What a kernel is asked to do for a pack; ``None`` if the update is not one that it knows."""
         step, group = pack.step, pack.group
-        if step.rule.kernel is None or isinstance(step.rate_factor, list):
+        if step.rule.kernel is None or callable(step.rate_factor):
             return None
         direct, others = pack.direct, list[Tensor | None]()
         grads: list[Tensor | None]

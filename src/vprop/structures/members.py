@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from vprop.structures.rules import Rule
 
 State = dict[str, Tensor]
 """Of one parameter."""
+RateFactor = float | Callable[[Tensor], Tensor]
+"""A number, or a function of δ where that is a tensor, whose values may be changed in place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,7 @@ class GroupStep:
     """Whether kernels may be used."""
     capturable: bool
     """Whether step counts are on the device."""
-    rate_factor: float | list[Tensor]
+    rate_factor: RateFactor
     """What ``lr`` is multiplied by."""
     members: list[Member] = field(default_factory=list)
     noises: dict[Any, Any] = field(default_factory=dict)

@@ -49,9 +49,11 @@ class Pack:
         roles = {role: key for role, key in _KEYS.items() if key in states[0]}
         self._getters = [itemgetter(key) for key in (*roles.values(), "step")]
         fixed = {Role.WEIGHT: self.params} | {role: [to_local(s[key]) for s in states] for role, key in roles.items()}
+        self._priors: list[list[Tensor]] = []
         for role, prior in ((Role.PRIOR_MEAN, "prior_mean"), (Role.PRIOR_PRECISION, "prior_precision")):
             tensors = getattr(self.step, prior)
             if isinstance(tensors, list):
+                self._priors.append(tensors)
                 fixed[role] = [to_local(tensors[member.position]) for member in members]
         self.hess = fixed[Role.HESS]
         # Kept, because a sample may be taken out after the group got another prior.
@@ -79,6 +81,8 @@ class Pack:
             found.append(list(map(look, params)))
         for getter in self._getters:
             found.append(list(map(Tensor.data_ptr, map(getter, states))))
+        for tensors in self._priors:  # the list is the group's own, and its entries may be exchanged
+            found.append([to_local(tensors[member.position]).data_ptr() for member in self.members])
         return found
 
     def is_current(self) -> bool:
@@ -209,13 +213,18 @@ def _alike(step: GroupStep, other: GroupStep) -> bool:
         and step.fused == other.fused
         and step.capturable == other.capturable
         and len(step.members) == len(other.members)
-        and all(one.local is two.local for one, two in zip(step.members, other.members, strict=True))
+        and all(map(_same_place, step.members, other.members))
         and all(
             getattr(step, name) is getattr(other, name)
             or (not isinstance(getattr(step, name), list) and not isinstance(getattr(other, name), list))
             for name in ("prior_mean", "prior_precision")
         )
     )
+
+
+def _same_place(one: Member, two: Member) -> bool:
+    """Whether two are of the same parameter, with the same noise and prior: frozen ones before it count."""
+    return one.local is two.local and one.number == two.number and one.position == two.position
 
 
 def _as_one(counts: list[Tensor]) -> Tensor:

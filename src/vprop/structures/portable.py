@@ -187,6 +187,7 @@ class PortableDiagonal(Structure):
     def _update_bundle(self, bundle: list[_Ready]) -> None:
         """One step of parameters of one kind, gathered into flat tensors if they are several."""
         step, group = bundle[0].member.step, bundle[0].member.group
+        rate: Any = step.rate_factor
         states, folded = [item.state for item in bundle], [item.folded for item in bundle]
         statistics = Folded(
             gather([f.grad for f in folded]), gather([f.product for f in folded]), count=folded[0].count
@@ -202,7 +203,7 @@ class PortableDiagonal(Structure):
             statistics.grad,
             self._bundled_estimate(bundle, statistics, hess, damping),
             step=_steps(states) if debiased else 1.0,
-            lr=group["lr"] * _rate_factor(bundle),
+            lr=group["lr"] * (rate(damping) if callable(rate) else rate),
             betas=group["betas"],
             damping=damping,
             prior_mean=gather_or_number([to_local(item.member.prior_mean) for item in bundle]),
@@ -266,14 +267,6 @@ class PortableDiagonal(Structure):
 def _nothing_seen(grad: Tensor) -> Evidence:
     nothing = torch.zeros_like(grad)
     return Evidence(nothing, nothing, nothing)
-
-
-def _rate_factor(bundle: list[_Ready]) -> float | Tensor:
-    """What ``lr`` is multiplied by, to go with gathered tensors."""
-    factor = bundle[0].member.step.rate_factor
-    if not isinstance(factor, list):
-        return factor
-    return gather([to_local(factor[item.member.position]) for item in bundle])
 
 
 def _steps(states: list[State]) -> Tensor:
