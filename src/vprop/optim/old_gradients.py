@@ -69,7 +69,7 @@ def kept_gradients(params: Sequence[Tensor]) -> list[Kept]:
     kept = []
     for p in (params[0], params[-1]):
         grad = p.grad
-        if grad is not None and not grad.is_inference() and not is_sharded(p):
+        if type(grad) is Tensor and not grad.is_inference():  # FSDP adds up those of sharded parameters itself
             kept.append((p, grad, grad._version))
     return kept
 
