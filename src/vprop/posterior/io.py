@@ -129,7 +129,8 @@ def _check_complete(sections: dict[str, dict[str, Tensor]], settings: Any, path:
             lacking.append(tensor)
     if lacking or not names:
         raise _container.damaged(path, f"it lacks tensors of {lacking or ['mean']}")
-    if set(settings.get("order", names)) != names:
+    order = settings.get("order", list(names))
+    if not isinstance(order, list) or sorted(map(str, order)) != sorted(names):
         raise _container.damaged(path, "its order is not that of its parameters")
 
 
