@@ -260,6 +260,8 @@ def test_a_file_without_a_checksum_is_read(tmp_path):
         ({"tensors": {"mean/weight": None}}, r"lacks tensors"),
         ({"settings": {"structure": "full"}}, r"lacks tensors of \['matrix/precision'\]"),
         ({"settings": {"structure": None}}, r"its settings are not complete"),
+        ({"settings": {"order": ["bias"]}}, r"its order is not that of its parameters"),
+        ({"settings": {"order": None}}, r"its order is not that of its parameters"),
         ({"settings": {"structure": "low_rank"}}, r"unknown structure 'low_rank': .* Update vprop"),
     ],
 )

@@ -100,6 +100,8 @@ def _check_entry(name: str, entry: Mapping[str, Any], p: Tensor, spec: Mapping[s
             raise broken(f"{key!r} of {name} is a {type(value).__name__}, must be a tensor")
         if tensor.like_parameter and value.shape != p.shape:
             raise other_shape(name, tuple(value.shape), p)
+        if key in entry and tensor.shape is not None and tuple(value.shape) != tensor.shape:
+            raise broken(f"{key!r} of {name} has shape {tuple(value.shape)}, must have {tensor.shape}")
 
 
 def _taken(name: str, key: str, value: Any, p: Tensor, group: dict[str, Any], specs: Mapping[str, TensorSpec]) -> Any:

@@ -165,7 +165,6 @@ class Sampling:
         self.folded_samples = 0
         if self.structure.has_folded:
             self.structure.forget()
-            self.structure.has_folded = False
 
     def refuse_inside_sample(self, what: str) -> None:
         """An error while a caller holds a sample in the weights."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from vprop import noise
 from vprop.checks import check_loss, check_num_samples, check_seed, invalid
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
 from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, batch_size_of, call_model
+from vprop.posterior import _registry, io
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
 from vprop.replica import Replica, evaluating_replicas
@@ -41,7 +44,22 @@ class Posterior(ABC):
     Training on does not change it. Parameters of the model that are not in ``mean`` are constants; buffers (the
     running statistics of BatchNorm) are part of the snapshot, and so is the noise of a
     :class:`vprop.likelihood.GaussianLikelihood` that is given as ``likelihood``.
+
+    A posterior of another structure is a subclass that names its ``structure`` and provides what follows below. It is
+    then saved, and :func:`vprop.load_posterior` makes it from a file wherever the module that defines it is imported.
     """
+
+    structure: ClassVar[str]
+    """What files call it. A class that gives itself one is registered under it."""
+    sections_by_parameter: ClassVar[tuple[str, ...]] = ()
+    """The sections of a file, of those that it adds, that must have a tensor for every parameter."""
+    needed_tensors: ClassVar[tuple[str, ...]] = ()
+    """The tensors, as ``"section/name"``, that a file must have beside these."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "structure" in vars(cls):
+            _registry.register(cls)
 
     def __init__(
         self,
@@ -100,13 +118,57 @@ class Posterior(ABC):
     def as_prior(self) -> dict[str, Any]:
         """The arguments that make this posterior the prior of the next optimizer over the same parameters."""
 
-    @abstractmethod
+    # -- what it provides for files and merges, if there are to be any ----------------------------------------
+
+    def _sections(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors that a file has beyond mean, prior and buffers, by section and name."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what is saved of it")
+
+    @classmethod
+    def _from_sections(
+        cls,
+        model: nn.Module,
+        mean: dict[str, Tensor],
+        prior: GaussianPrior,
+        sections: Mapping[str, dict[str, Tensor]],
+        **rest: Any,
+    ) -> Posterior:
+        """A posterior from what :meth:`_sections` gave; ``rest`` are further arguments of ``__init__``.
+
+        ``mean`` is in the order that it had when it was saved.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not say how it is made from a file")
+
+    def _in_order(self, names: list[str]) -> Posterior:
+        """The same posterior with the parameters in another order. To be extended where more than names has one."""
+        other = copy.copy(self)
+        other.mean = {name: self.mean[name] for name in names}
+        return other
+
+    def _merged(self, shards: Sequence[Any], prior: GaussianPrior, rest: dict[str, Any]) -> Posterior:
+        """The posterior given the data of all ``shards``, of which this is the first; see :func:`vprop.merge`.
+
+        They are of one class and in one order. ``prior`` is that of the whole, ``rest`` are further arguments of
+        ``__init__``.
+        """
+        raise TypeError(
+            f"merge(posteriors): a {type(self).__name__} cannot be merged, because its class has no _merged(). Write "
+            "one, or train the shards with optimizers of a structure that can be merged."
+        )
+
+    def _prior_matrix(self, prior: GaussianPrior) -> Tensor | None:
+        """Λ of a prior as a matrix over all weights; ``None`` if the structure has no priors with correlations."""
+        return None
+
+    # -- files -----------------------------------------------------------------------------------------------
+
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file; :func:`vprop.load_posterior` reads it.
 
         Parameters without a posterior (frozen ones, or those of a model that the optimizer holds only a part of)
         are not saved: the model given to ``load_posterior`` must have them.
         """
+        io.save(self, path)
 
     # -- sampling --------------------------------------------------------------------------------------------
 
@@ -192,6 +254,33 @@ class Posterior(ABC):
         draws = (self._in_model_dtypes(self._draw(seed, sample)) for sample in range(num_samples))
         cast = ({name: _cast(weight, dtype) for name, weight in weights.items()} for weights in draws)
         return evaluating_replicas(self.model, fixed, cast)
+
+    def _noise(self, seed: int, sample: int, snapshot: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Standard normals like each parameter, by name and in any order, for :meth:`_draw`.
+
+        They depend on the parameter's place in ``mean``.
+        """
+        names = list(self.mean)
+        means = list(self.mean.values())
+        draws = [
+            noise.Draw(seed, number, step=snapshot, sample=sample, stream=noise.Stream.POSTERIOR)
+            for number in range(len(means))
+        ]
+        for i, eps in noise.normals_like(means, draws):
+            yield names[i], eps
+
+    def _by_name(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector over all weights as tensors like the parameters."""
+        pieces = vector.split([mean.numel() for mean in self.mean.values()])
+        return {
+            name: piece.reshape(mean.shape).to(mean.dtype)
+            for (name, mean), piece in zip(self.mean.items(), pieces, strict=True)
+        }
+
+    def _flat(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Tensors like the parameters (or numbers for whole parameters) as one wide vector."""
+        device = next(iter(self.mean.values())).device
+        return torch.cat([values[name].to(device).double().expand(m.shape).flatten() for name, m in self.mean.items()])
 
     def _in_model_dtypes(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from vprop.checks import shown
 from vprop.likelihood import LikelihoodLike
+from vprop.posterior import _registry
 from vprop.posterior._base import Posterior
-from vprop.posterior.diagonal import DiagonalPosterior
-from vprop.posterior.full import FullPosterior
 from vprop.precision import as_tensor
 
 
@@ -44,20 +43,15 @@ def checked(posteriors: Iterable[Posterior]) -> list[Posterior]:
     for i, shard in enumerate(shards):
         _check_shard(shards[0], shard, i)
     names = list(shards[0].mean)
-    return [_in_order(shard, names) for shard in shards]
-
-
-def _in_order(shard: Posterior, names: list[str]) -> Posterior:
-    if isinstance(shard, FullPosterior) and list(shard.mean) != names:
-        return shard._in_order(names)
-    return shard
+    return [shard if list(shard.mean) == names else shard._in_order(names) for shard in shards]
 
 
 def _check_shard(first: Posterior, shard: Posterior, number: int) -> None:
-    if not isinstance(shard, DiagonalPosterior | FullPosterior):
+    if not isinstance(shard, Posterior):
+        allowed = [cls.__name__ for cls in _registry.registered() if cls._merged is not Posterior._merged]
         raise TypeError(
-            f"merge(posteriors): number {number} is a {type(shard).__name__}, must be a DiagonalPosterior or "
-            "FullPosterior. Use optimizer.posterior(model) or vprop.load_posterior(path, model)."
+            f"merge(posteriors): number {number} is a {type(shard).__name__}, must be a {' or '.join(allowed)}. Use "
+            "optimizer.posterior(model) or vprop.load_posterior(path, model)."
         )
     if type(shard) is not type(first):
         raise ValueError(
@@ -168,3 +162,30 @@ def merged_buffers(shards: Sequence[Posterior]) -> dict[str, Tensor]:
                 "averaged. Train all shards with the same values in it."
             )
     return merged
+
+
+# -- what a structure says of shards that have no whole -------------------------------------------------------------
+
+
+def not_positive(name: str, precision: Tensor, gained: Sequence[Tensor]) -> ValueError:
+    """The error for the merged precision of a parameter; ``gained`` is what each shard's data add to it."""
+    worst, count = precision.argmin(), int((~(precision > 0)).sum())
+    less = [i for i, gain in enumerate(gained) if float(gain.flatten()[worst]) < 0]
+    return ValueError(
+        f"The merged precision of {name!r} is not positive: {count} of {gained[0].numel()} elements, the lowest "
+        f"{float(precision.min()):.3g}. {why(less)}"
+    )
+
+
+def why(less_certain: list[int]) -> str:
+    """The cause and the remedy, given the numbers of the shards that are less certain than their priors."""
+    if not less_certain:
+        return (
+            "The shards' data say nothing there, and the prior of the whole does not either. Pass a prior with a "
+            "precision > 0."
+        )
+    return (
+        f"A shard is less certain there than its prior (number {', '.join(map(str, less_certain))}, counted from 0). "
+        "Leave that shard out or train it longer, or, if each shard had only its share of the prior, pass "
+        "prior='product'."
+    )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vprop import noise
-from vprop.posterior import io
 from vprop.posterior._base import Posterior
+from vprop.posterior._shards import not_positive, total, wide
 from vprop.posterior.prior import GaussianPrior
 
 
@@ -28,6 +26,9 @@ class DiagonalPosterior(Posterior):
     >>> q.sample(seed=3)["weight"].shape
     torch.Size([1, 2])
     """
+
+    structure = "diagonal"
+    sections_by_parameter = ("variance",)
 
     def __init__(
         self,
@@ -49,15 +50,9 @@ class DiagonalPosterior(Posterior):
         return self._variance
 
     def _draw(self, seed: int, sample: int, snapshot: int = 0) -> dict[str, Tensor]:
-        names = list(self.mean)
-        means = [self.mean[name] for name in names]
-        draws = [
-            noise.Draw(seed, number, step=snapshot, sample=sample, stream=noise.Stream.POSTERIOR)
-            for number in range(len(names))
-        ]
         weights = dict(self.mean)  # in the order of the model
-        for i, eps in noise.normals_like(means, draws):
-            weights[names[i]] = means[i] + self._variance[names[i]].sqrt() * eps
+        for name, eps in self._noise(seed, sample, snapshot):
+            weights[name] = self.mean[name] + self._variance[name].sqrt() * eps
         return weights
 
     @torch.no_grad()
@@ -101,9 +96,40 @@ class DiagonalPosterior(Posterior):
             "prior_precision": [self._variance[name].reciprocal() for name in self.mean],
         }
 
-    def save(self, path: str | Path) -> None:
-        """Write to a safetensors file; :func:`vprop.load_posterior` reads it."""
-        io.save(self, path, structure="diagonal", extra={"variance": self._variance})
+    def _sections(self) -> dict[str, dict[str, Tensor]]:
+        return {"variance": self._variance}
+
+    @classmethod
+    def _from_sections(
+        cls,
+        model: nn.Module,
+        mean: dict[str, Tensor],
+        prior: GaussianPrior,
+        sections: Mapping[str, dict[str, Tensor]],
+        **rest: Any,
+    ) -> DiagonalPosterior:
+        return cls(model, mean, sections["variance"], prior, **rest)
+
+    @torch.no_grad()
+    def _merged(
+        self, shards: Sequence[DiagonalPosterior], prior: GaussianPrior, rest: dict[str, Any]
+    ) -> DiagonalPosterior:
+        mean, variance = {}, {}
+        for name, own_mean in self.mean.items():
+            precisions = [wide(shard.variance[name], own_mean).reciprocal() for shard in shards]
+            means = [wide(shard.mean[name], own_mean) for shard in shards]
+            priors = [wide(shard.prior.precision[name], own_mean) for shard in shards]
+            prior_means = [wide(shard.prior.mean[name], own_mean) for shard in shards]
+            whole, whole_mean = wide(prior.precision[name], own_mean), wide(prior.mean[name], own_mean)
+            precision = total(precisions) + (whole - total(priors))
+            if not bool((precision > 0).all()):
+                gained = [p - own for p, own in zip(precisions, priors, strict=True)]
+                raise not_positive(name, precision, gained)
+            weighted = total([p * m for p, m in zip(precisions, means, strict=True)])
+            counted = total([p * m for p, m in zip(priors, prior_means, strict=True)])
+            mean[name] = ((weighted + (whole * whole_mean - counted)) / precision).to(own_mean.dtype)
+            variance[name] = precision.reciprocal().to(self.variance[name].dtype)
+        return DiagonalPosterior(self.model, mean, variance, prior, **rest)
 
 
 def _total(terms: list[Tensor]) -> Tensor:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from vprop import noise
-from vprop.posterior import io
 from vprop.posterior._base import Posterior
+from vprop.posterior._shards import total, why
 from vprop.posterior.prior import GaussianPrior
 
 
@@ -27,6 +25,9 @@ class FullPosterior(Posterior):
     >>> [round(float(value), 4) for value in q.covariance.flatten()]
     [0.6667, -0.3333, -0.3333, 0.6667]
     """
+
+    structure = "full"
+    needed_tensors = ("matrix/precision",)
 
     def __init__(
         self, model: nn.Module, mean: dict[str, Tensor], precision: Tensor, prior: GaussianPrior, **rest: Any
@@ -51,26 +52,8 @@ class FullPosterior(Posterior):
         """The diagonal of the covariance, by parameter name."""
         return self._by_name(self.covariance.diagonal())
 
-    def _by_name(self, vector: Tensor) -> dict[str, Tensor]:
-        pieces = vector.split([mean.numel() for mean in self.mean.values()])
-        return {
-            name: piece.reshape(mean.shape).to(mean.dtype)
-            for (name, mean), piece in zip(self.mean.items(), pieces, strict=True)
-        }
-
-    def _flat(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Tensors like the parameters (or numbers for whole parameters) as one wide vector."""
-        device = self.precision.device
-        return torch.cat([values[name].to(device).double().expand(m.shape).flatten() for name, m in self.mean.items()])
-
     def _draw(self, seed: int, sample: int, snapshot: int = 0) -> dict[str, Tensor]:
-        means = list(self.mean.values())
-        draws = [
-            noise.Draw(seed, number, step=snapshot, sample=sample, stream=noise.Stream.POSTERIOR)
-            for number in range(len(means))
-        ]
-        noises = dict(noise.normals_like(means, draws))
-        eps = torch.cat([noises[i].flatten().double() for i in range(len(means))])
+        eps = self._flat(dict(self._noise(seed, sample, snapshot)))
         offset = torch.linalg.solve_triangular(self._factor.T, eps.unsqueeze(-1), upper=True).squeeze(-1)
         return {name: self.mean[name] + piece for name, piece in self._by_name(offset).items()}
 
@@ -120,32 +103,71 @@ class FullPosterior(Posterior):
             "prior_precision": self.precision.clone(),
         }
 
-    def save(self, path: str | Path) -> None:
-        """Write to a safetensors file; :func:`vprop.load_posterior` reads it."""
+    def _sections(self) -> dict[str, dict[str, Tensor]]:
         matrices = {"precision": self.precision}
         if self.prior.precision_matrix is not None:
             matrices["prior_precision"] = self.prior.precision_matrix
-        io.save(self, path, structure="full", extra={"matrix": matrices})
+        return {"matrix": matrices}
+
+    @classmethod
+    def _from_sections(
+        cls,
+        model: nn.Module,
+        mean: dict[str, Tensor],
+        prior: GaussianPrior,
+        sections: Mapping[str, dict[str, Tensor]],
+        **rest: Any,
+    ) -> FullPosterior:
+        matrices = sections["matrix"]
+        prior = prior._replace(precision_matrix=matrices.get("prior_precision"))
+        return cls(model, mean, matrices["precision"], prior, **rest)
 
     def _in_order(self, names: list[str]) -> FullPosterior:
-        """The same posterior with the parameters, and the rows of its matrices, in another order."""
+        """With the rows of its matrices in that order, too."""
+        if list(self.mean) == names:
+            return self
         starts, start = {}, 0
         for name, mean in self.mean.items():
             starts[name] = torch.arange(start, start + mean.numel(), device=self.precision.device)
             start += mean.numel()
         rows = torch.cat([starts[name] for name in names])
-        prior = self.prior
+        other = cast(FullPosterior, super()._in_order(names))
+        other.precision = self.precision[rows[:, None], rows]
+        other._factor, other._covariance = torch.linalg.cholesky(other.precision), None
+        if self.prior.precision_matrix is not None:
+            other.prior = self.prior._replace(precision_matrix=self.prior.precision_matrix[rows[:, None], rows])
+        return other
+
+    # -- merging ---------------------------------------------------------------------------------------------
+
+    def _prior_matrix(self, prior: GaussianPrior) -> Tensor:
         if prior.precision_matrix is not None:
-            prior = prior._replace(precision_matrix=prior.precision_matrix[rows[:, None], rows])
-        return FullPosterior(
-            self.model,
-            {name: self.mean[name] for name in names},
-            self.precision[rows[:, None], rows],
-            prior,
-            ess=self.ess,
-            seed=self.seed,
-            snapshot=self.snapshot,
-            likelihood=self.likelihood,
-            noise_variance=self.noise_variance,
-            buffers=self.buffers,
+            return prior.precision_matrix.to(self.precision)
+        return self._flat(prior.precision).diag()
+
+    @torch.no_grad()
+    def _merged(self, shards: Sequence[FullPosterior], prior: GaussianPrior, rest: dict[str, Any]) -> FullPosterior:
+        device = self.precision.device
+        precisions = [shard.precision.to(device) for shard in shards]
+        priors = [self._prior_matrix(shard.prior) for shard in shards]
+        whole = self._prior_matrix(prior)
+        precision = total(precisions) + (whole - total(priors))
+        factor, failed = torch.linalg.cholesky_ex(precision)
+        if bool(failed):
+            raise self._not_positive_definite(precision, [p - own for p, own in zip(precisions, priors, strict=True)])
+        weighted = total([p @ self._flat(shard.mean) for p, shard in zip(precisions, shards, strict=True)])
+        counted = total([p @ self._flat(shard.prior.mean) for p, shard in zip(priors, shards, strict=True)])
+        shift = weighted + (whole @ self._flat(prior.mean) - counted)
+        mean = torch.cholesky_solve(shift.unsqueeze(-1), factor).squeeze(-1)
+        return FullPosterior(self.model, self._by_name(mean), precision, prior, **rest)
+
+    def _not_positive_definite(self, precision: Tensor, gained: Sequence[Tensor]) -> ValueError:
+        """The error for shards that have no whole; ``gained`` is what each one's data add to the precision."""
+        values, vectors = torch.linalg.eigh(precision)
+        direction = vectors[:, 0]
+        shares = {name: float(part.square().sum()) for name, part in self._by_name(direction).items()}
+        less = [i for i, gain in enumerate(gained) if float(direction @ gain @ direction) < 0]
+        return ValueError(
+            f"The merged precision is not positive definite: its lowest eigenvalue is {float(values[0]):.3g}, in a "
+            f"direction that is mostly {max(shares, key=lambda name: shares[name])!r}. {why(less)}"
         )

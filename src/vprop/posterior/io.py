@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from vprop.checks import check_model
 from vprop.files import path_of
-from vprop.posterior import _container
+from vprop.posterior import _container, _registry
 from vprop.posterior.prior import GaussianPrior
 from vprop.wrappers import unwrapped
 
@@ -18,15 +21,24 @@ if TYPE_CHECKING:
     from vprop.posterior._base import Posterior
 
 
-def save(posterior: Posterior, path: str | Path, *, structure: str, extra: dict[str, dict[str, Tensor]]) -> None:
-    """Write ``posterior`` with the tensors that its structure adds (``extra``: section → name → tensor)."""
+_BY_PARAMETER = ("mean", "prior_mean", "prior_precision")
+"""The sections that every structure has."""
+
+
+def save(posterior: Posterior, path: str | Path) -> None:
+    """Write ``posterior`` with the tensors that its structure adds."""
     target = path_of(path, "save(path)")
+    structure = getattr(posterior, "structure", None)
+    if structure is None:
+        raise TypeError(
+            f"save(path): {type(posterior).__name__} has no name for files. Give the class one: structure = '...'."
+        )
     sections = {
         "mean": posterior.mean,
         "prior_mean": posterior.prior.mean,
         "prior_precision": posterior.prior.precision,
         "buffer": posterior.buffers,
-        **extra,
+        **posterior._sections(),
     }
     tensors = {f"{section}/{name}": t for section, ts in sections.items() for name, t in ts.items()}
     settings: dict[str, Any] = {
@@ -49,9 +61,6 @@ def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
     Its tensors go to the devices of the model's parameters; the model's own weights are not changed. A file that was
     damaged after it was written is refused (but for files of versions that wrote no checksum).
     """
-    from vprop.posterior.diagonal import DiagonalPosterior  # the structures import this module
-    from vprop.posterior.full import FullPosterior
-
     source = path_of(path, "load_posterior(path, model)")
     check_model(model, "load_posterior(path, model)")
     sections, settings = _read(source)
@@ -61,26 +70,39 @@ def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
     _check_buffers(sections.get("buffer", {}), model, source)
     # A file has no order; the noise of a parameter depends on its place among the model's.
     order = [name for name in parameters if name in sections["mean"]]
-    devices = {name: p.device for name, p in parameters.items()} | {n: b.device for n, b in model.named_buffers()}
-    devices |= {"precision": parameters[order[0]].device, "prior_precision": parameters[order[0]].device}
-    for section in sections.values():
-        for name, tensor in section.items():
-            section[name] = tensor.to(devices.get(name, tensor.device))
-    structure, saved_order = settings.pop("structure"), settings.pop("order", order)
-    matrices = sections.get("matrix", {})
-    prior = GaussianPrior(sections["prior_mean"], sections["prior_precision"], matrices.get("prior_precision"))
+    cls, saved_order = _class_of(settings.pop("structure"), source), settings.pop("order", order)
+    _to_devices(sections, model, (*_BY_PARAMETER, "buffer", *cls.sections_by_parameter), parameters[order[0]].device)
+    mean = {name: sections["mean"][name] for name in saved_order}
+    prior = GaussianPrior(sections["prior_mean"], sections["prior_precision"])
     rest = settings | {"buffers": sections.get("buffer", {})}
-    if structure == "full":
-        mean = {name: sections["mean"][name] for name in saved_order}
-        return FullPosterior(model, mean, matrices["precision"], prior, **rest)._in_order(order)
-    mean = {name: sections["mean"][name] for name in order}
-    return DiagonalPosterior(model, mean, sections["variance"], prior, **rest)
+    return cls._from_sections(model, mean, prior, sections, **rest)._in_order(order)
+
+
+def _to_devices(
+    sections: dict[str, dict[str, Tensor]], model: nn.Module, by_name: Collection[str], other: torch.device
+) -> None:
+    """Put the tensors of the sections ``by_name`` where those of the model with their names are, the rest together."""
+    devices = {name: tensor.device for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    for section, tensors in sections.items():
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(devices.get(name, tensor.device) if section in by_name else other)
+
+
+def _class_of(structure: str, path: Path) -> type[Posterior]:
+    found = _registry.find(structure)
+    if found is None:
+        known = " and ".join(repr(cls.structure) for cls in _registry.registered())
+        raise ValueError(
+            f"{path}: unknown structure {structure!r}: this version reads {known}. Update vprop; or, if the structure "
+            "is defined elsewhere, import the module with its posterior class before you load the file."
+        )
+    return found
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The tensors by section and name, and the settings."""
     tensors, metadata = _container.read(path, {"settings"})
-    sections: dict[str, dict[str, Tensor]] = {name: {} for name in ("mean", "prior_mean", "prior_precision")}
+    sections: dict[str, dict[str, Tensor]] = {name: {} for name in _BY_PARAMETER}
     for key, tensor in tensors.items():
         section, _, name = key.partition("/")
         sections.setdefault(section, {})[name] = tensor
@@ -98,17 +120,18 @@ def _check_complete(sections: dict[str, dict[str, Tensor]], settings: Any, path:
     structure = settings.get("structure") if isinstance(settings, dict) else None
     if not isinstance(structure, str) or not {"ess", "seed", "likelihood"} <= set(settings):
         raise _container.damaged(path, "its settings are not complete")
-    if structure not in ("diagonal", "full"):
-        raise ValueError(
-            f"{path}: unknown structure {structure!r}: this version reads 'diagonal' and 'full'. Update vprop."
-        )
-    names = set(sections["mean"])
-    per_parameter = ["prior_mean", "prior_precision", *(["variance"] if structure == "diagonal" else [])]
-    lacking = [section for section in per_parameter if set(sections.get(section, {})) != names]
-    if structure == "full" and "precision" not in sections.get("matrix", {}):
-        lacking.append("matrix/precision")
+    cls, names = _class_of(structure, path), set(sections["mean"])
+    by_parameter = [*_BY_PARAMETER[1:], *cls.sections_by_parameter]
+    lacking = [section for section in by_parameter if set(sections.get(section, {})) != names]
+    for tensor in cls.needed_tensors:
+        section, _, name = tensor.partition("/")
+        if name not in sections.get(section, {}):
+            lacking.append(tensor)
     if lacking or not names:
         raise _container.damaged(path, f"it lacks tensors of {lacking or ['mean']}")
+    order = settings.get("order", list(names))
+    if not isinstance(order, list) or sorted(map(str, order)) != sorted(names):
+        raise _container.damaged(path, "its order is not that of its parameters")
 
 
 def _check_parameters(mean: dict[str, Tensor], parameters: dict[str, nn.Parameter], path: Path) -> None:

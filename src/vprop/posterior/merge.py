@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from vprop.likelihood import LikelihoodLike
 from vprop.posterior import _shards
 from vprop.posterior._base import Posterior
 from vprop.posterior._shards import total, wide
-from vprop.posterior.diagonal import DiagonalPosterior
-from vprop.posterior.full import FullPosterior
 from vprop.posterior.prior import GaussianPrior
 from vprop.precision import as_tensor
 
@@ -54,6 +52,7 @@ def merge(
     are added up, and other integers must be the same.
 
     >>> import torch
+    >>> from vprop.posterior import DiagonalPosterior
     >>> model = torch.nn.Linear(1, 1, bias=False)
     >>> prior = GaussianPrior({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(1.0)})
     >>> def shard(mean, precision):
@@ -72,89 +71,7 @@ def merge(
         "buffers": _shards.merged_buffers(shards),
         **_shards.agreed_likelihood(shards, likelihood, noise_variance),
     }
-    if isinstance(first, FullPosterior):
-        return cast(_AnyPosterior, _merge_full(cast(list[FullPosterior], shards), whole_prior, rest))
-    return cast(_AnyPosterior, _merge_diagonal(shards, whole_prior, rest))
-
-
-# -- the two structures ------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _merge_diagonal(shards: Sequence[Posterior], prior: GaussianPrior, rest: dict[str, Any]) -> DiagonalPosterior:
-    first, mean, variance = shards[0], {}, {}
-    for name, own_mean in first.mean.items():
-        precisions = [wide(shard.variance[name], own_mean).reciprocal() for shard in shards]
-        means = [wide(shard.mean[name], own_mean) for shard in shards]
-        priors = [wide(shard.prior.precision[name], own_mean) for shard in shards]
-        prior_means = [wide(shard.prior.mean[name], own_mean) for shard in shards]
-        whole, whole_mean = wide(prior.precision[name], own_mean), wide(prior.mean[name], own_mean)
-        precision = total(precisions) + (whole - total(priors))
-        if not bool((precision > 0).all()):
-            gained = [p - own for p, own in zip(precisions, priors, strict=True)]
-            raise _not_positive(name, int((~(precision > 0)).sum()), float(precision.min()), gained, precision.argmin())
-        weighted = total([p * m for p, m in zip(precisions, means, strict=True)])
-        counted = total([p * m for p, m in zip(priors, prior_means, strict=True)])
-        mean[name] = ((weighted + (whole * whole_mean - counted)) / precision).to(own_mean.dtype)
-        variance[name] = precision.reciprocal().to(first.variance[name].dtype)
-    return DiagonalPosterior(first.model, mean, variance, prior, **rest)
-
-
-@torch.no_grad()
-def _merge_full(shards: Sequence[FullPosterior], prior: GaussianPrior, rest: dict[str, Any]) -> FullPosterior:
-    first = shards[0]
-    device = first.precision.device
-    precisions = [shard.precision.to(device) for shard in shards]
-    priors = [_prior_matrix(first, shard.prior) for shard in shards]
-    whole = _prior_matrix(first, prior)
-    precision = total(precisions) + (whole - total(priors))
-    factor, failed = torch.linalg.cholesky_ex(precision)
-    if bool(failed):
-        raise _not_positive_definite(first, precision, [p - own for p, own in zip(precisions, priors, strict=True)])
-    weighted = total([p @ first._flat(shard.mean) for p, shard in zip(precisions, shards, strict=True)])
-    counted = total([p @ first._flat(shard.prior.mean) for p, shard in zip(priors, shards, strict=True)])
-    shift = weighted + (whole @ first._flat(prior.mean) - counted)
-    mean = torch.cholesky_solve(shift.unsqueeze(-1), factor).squeeze(-1)
-    return FullPosterior(first.model, first._by_name(mean), precision, prior, **rest)
-
-
-def _prior_matrix(first: FullPosterior, prior: GaussianPrior) -> Tensor:
-    if prior.precision_matrix is not None:
-        return prior.precision_matrix.to(first.precision)
-    return first._flat(prior.precision).diag()
-
-
-def _not_positive(name: str, count: int, lowest: float, gained: Sequence[Tensor], where: Tensor) -> ValueError:
-    """``gained`` is what each shard's data add to the precision, ``where`` the worst element."""
-    less = [i for i, gain in enumerate(gained) if float(gain.flatten()[where]) < 0]
-    return ValueError(
-        f"The merged precision of {name!r} is not positive: {count} of {gained[0].numel()} elements, the lowest "
-        f"{lowest:.3g}. {_why(less)}"
-    )
-
-
-def _not_positive_definite(first: FullPosterior, precision: Tensor, gained: Sequence[Tensor]) -> ValueError:
-    values, vectors = torch.linalg.eigh(precision)
-    direction = vectors[:, 0]
-    shares = {name: float(part.square().sum()) for name, part in first._by_name(direction).items()}
-    less = [i for i, gain in enumerate(gained) if float(direction @ gain @ direction) < 0]
-    return ValueError(
-        f"The merged precision is not positive definite: its lowest eigenvalue is {float(values[0]):.3g}, in a "
-        f"direction that is mostly {max(shares, key=lambda name: shares[name])!r}. {_why(less)}"
-    )
-
-
-def _why(less_certain: list[int]) -> str:
-    if not less_certain:
-        return (
-            "The shards' data say nothing there, and the prior of the whole does not either. Pass a prior with a "
-            "precision > 0."
-        )
-    return (
-        f"A shard is less certain there than its prior (number {', '.join(map(str, less_certain))}, counted from 0). "
-        "Leave that shard out or train it longer, or, if each shard had only its share of the prior, pass "
-        "prior='product'."
-    )
+    return cast(_AnyPosterior, first._merged(shards, whole_prior, rest))
 
 
 # -- the prior ---------------------------------------------------------------------------------------------------
@@ -173,8 +90,9 @@ def _prior_of_the_whole(shards: Sequence[Posterior], prior: Literal["product"] |
             f"Invalid prior={prior!r}: must be None (all shards have the same), 'product' (each had its share), or a "
             "GaussianPrior such as posterior.prior."
         )
-    if any(shard.prior.precision_matrix is not None for shard in shards):
-        return _product_of_matrices(cast(list[FullPosterior], shards))
+    matrices = _prior_matrices(shards)
+    if matrices is not None:
+        return _product_of_matrices(shards, matrices)
     mean, precision = {}, {}
     for name, own_mean in shards[0].mean.items():
         parts = [wide(shard.prior.precision[name], own_mean) for shard in shards]
@@ -187,9 +105,17 @@ def _prior_of_the_whole(shards: Sequence[Posterior], prior: Literal["product"] |
     return GaussianPrior(mean, precision)
 
 
-def _product_of_matrices(shards: Sequence[FullPosterior]) -> GaussianPrior:
+def _prior_matrices(shards: Sequence[Posterior]) -> list[Tensor] | None:
+    """Λ of each shard's prior as a matrix, where one of them has correlations."""
+    if all(shard.prior.precision_matrix is None for shard in shards):
+        return None
+    matrices = [shards[0]._prior_matrix(shard.prior) for shard in shards]
+    known = [matrix for matrix in matrices if matrix is not None]
+    return known if len(known) == len(shards) else None
+
+
+def _product_of_matrices(shards: Sequence[Posterior], parts: Sequence[Tensor]) -> GaussianPrior:
     first = shards[0]
-    parts = [_prior_matrix(first, shard.prior) for shard in shards]
     weighted = total([p @ first._flat(shard.prior.mean) for p, shard in zip(parts, shards, strict=True)])
     matrix = total(parts)
     mean = torch.linalg.pinv(matrix, hermitian=True) @ weighted  # 0 along directions in which it is flat
@@ -203,9 +129,9 @@ def _check_same_prior(first: Posterior, shard: Posterior, number: int) -> None:
             mine, other = torch.broadcast_tensors(mine, other)
             if not torch.allclose(mine, other, rtol=_CLOSE, atol=0.0):
                 raise _other_prior(f"{name!r} has another prior {kind}", number)
-    correlated = any(p.prior.precision_matrix is not None for p in (first, shard))
-    if correlated and isinstance(first, FullPosterior):
-        mine, other = _prior_matrix(first, first.prior), _prior_matrix(first, shard.prior)
+    matrices = _prior_matrices([first, shard])
+    if matrices is not None:
+        mine, other = matrices
         if not torch.allclose(mine, other, rtol=_CLOSE, atol=_CLOSE * float(mine.abs().max())):
             raise _other_prior("the matrices of the prior precision differ", number)
 
@@ -240,10 +166,11 @@ def _checked_prior(first: Posterior, prior: GaussianPrior) -> GaussianPrior:
     matrix = prior.precision_matrix
     if matrix is not None:
         shape, size = tuple(matrix.shape), first.num_parameters
-        if not isinstance(first, FullPosterior) or shape != (size, size):
+        taken = first._prior_matrix(prior) if shape == (size, size) else None
+        if taken is None:
             raise ValueError(
                 f"Invalid prior: its precision_matrix has shape {shape}, must be {(size, size)} for a full and None "
                 "for a diagonal posterior. Use GaussianPrior(mean, precision) for a prior without correlations."
             )
-        matrix = matrix.detach().to(first.precision)
+        matrix = taken.detach()
     return GaussianPrior(mean, precision, matrix)

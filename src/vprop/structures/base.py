@@ -6,28 +6,38 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vprop.curvature import CurvatureEstimator
+from vprop import noise
+from vprop.checks import invalid
+from vprop.curvature import CurvatureEstimator, Evidence, Folded
 from vprop.kernels.table import new_counter
 from vprop.objective import Objective
+from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.ranks import OwnGradients, average_over_ranks, rank_and_count, require_averaged
-from vprop.posterior import Posterior
-from vprop.precision import compute_dtype, needs_master_copy
+from vprop.parallel.sharding import full_tensor
+from vprop.posterior import GaussianPrior, Posterior
+from vprop.precision import as_tensor, compute_dtype, needs_master_copy
+from vprop.structures.checks import refuse_sharded_parameters
 from vprop.structures.members import (
     GroupStep,
     Marginal,
     Member,
     State,
+    draw_of,
+    gradient_of,
     label_draw_of,
+    mean_of,
     members_of,
+    named_members,
     new_state,
     parameters_in,
 )
 from vprop.structures.plans import Plan
+from vprop.wrappers import unwrapped
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,9 @@ class TensorSpec:
     """A tensor that a structure keeps of a parameter."""
 
     like_parameter: bool = True
-    """Whether it has the parameter's shape, and is sharded as the parameter is; if not, the structure checks it."""
+    """Whether it has the parameter's shape, and is sharded as the parameter is; if not, see ``shape``."""
+    shape: tuple[int, ...] | None = None
+    """The shape of one that is not like the parameter; ``None``: the structure checks it, in ``check_state``."""
     needed: bool = False
     """Whether there is no going on without it, once the parameter has a state."""
     dtype: torch.dtype | None = None
@@ -53,18 +65,39 @@ MEAN = TensorSpec(may_be_anything=True)
 """The float32 mean of bfloat16 and float16 weights, which every structure keeps beside the step count."""
 
 
+class Snapshot(NamedTuple):
+    """What every posterior is made from, whatever its structure."""
+
+    model: nn.Module
+    named: list[tuple[str, Member]]
+    """The parameters by name, in the order of the model."""
+    mean: dict[str, Tensor]
+    prior: GaussianPrior
+    ess: float | None
+
+
 class Structure(ABC):
     """How a Gaussian over the weights is kept. An optimizer holds one, and delegates to it.
 
     ``prepare`` comes first: it says which groups, as a step sees them, and whose state. Then a step is ``plan`` (and
     the plan's ``write``) for each sample, ``fold`` of each sample's gradients, ``update``, ``forget``. What a
     structure remembers between two of these calls is its own.
+
+    One in which the parameters are independent needs ``new_state``, ``variance``, ``plan``, ``fold``, ``update``,
+    ``forget`` and ``posterior``; what they have in common with others' is here (``noises``, ``fold_gradients``,
+    ``write_mean``, ``snapshot``). One with correlations has its own ``marginals``.
     """
 
     state_spec: ClassVar[Mapping[str, TensorSpec]] = {"mean": MEAN}
     """The tensors in the state of a parameter, by key, beside ``step``."""
     has_kernels: ClassVar[bool] = False
     """Whether there are kernels for its samples and updates."""
+    takes_sharded: ClassVar[bool] = False
+    """Whether parameters may be spread over ranks (FSDP, tensor parallel)."""
+    takes_own_noise: ClassVar[bool] = False
+    """Whether ranks may have noise of their own, so that their curvatures must be averaged (:meth:`own_gradient`)."""
+    has_folded = True
+    """Whether there may be something of this step's samples to forget. A structure may keep account of it."""
 
     def __init__(self, optimizer: str) -> None:
         self.optimizer = optimizer
@@ -81,8 +114,6 @@ class Structure(ABC):
         """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
         self.follows_priors = False
         """Whether a prior precision is to be changed after steps."""
-        self.has_folded = False
-        """Whether there is something of this step's samples to forget."""
         self._ranks_checked = False
 
     def take_over(self, former: Structure) -> None:
@@ -104,18 +135,27 @@ class Structure(ABC):
 
     # -- what a structure provides ---------------------------------------------------------------------------
 
-    def check_group(self, group: dict[str, Any]) -> None:  # noqa: B027 (not all have something to check)
-        """Refuse hyperparameters or parameters that the structure cannot do with."""
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters or parameters that the structure cannot do with. To be extended."""
+        if not self.takes_sharded:
+            refuse_sharded_parameters(group, self.optimizer)
+        if not self.takes_own_noise and group.get("noise") == "per_rank":
+            raise invalid("noise", "per_rank", f'"shared" for {self.optimizer}', "Its structure has one noise for all.")
 
-    def check_groups(self, groups: list[dict[str, Any]], shared: Iterable[str]) -> None:  # noqa: B027
+    def check_groups(self, groups: list[dict[str, Any]], shared: Iterable[str]) -> None:  # noqa: B027 (not all have any)
         """Refuse groups that do not go together; ``shared`` names what must be the same for one covariance over all."""
 
     def check_state(self, groups: list[GroupStep], state: dict[Any, State]) -> None:  # noqa: B027
         """Refuse a loaded state, of which each tensor is as ``state_spec`` says, that does not go together."""
 
-    @abstractmethod
     def make_state(self) -> None:
         """Give every parameter the state that it would have before its first step."""
+        for member in self.members:
+            self.state_of(member)
+
+    def variance(self, member: Member, state: State) -> Tensor:
+        """σ² of each weight of a parameter, like the parameter; for :meth:`marginals`."""
+        raise NotImplementedError(f"{type(self).__name__} has neither variance() nor marginals() of its own")
 
     @abstractmethod
     def plan(self, sample: int, evaluation_draw: int | None) -> Plan:
@@ -124,9 +164,12 @@ class Structure(ABC):
         ``evaluation_draw`` is ``None`` for a sample of the coming step.
         """
 
-    @abstractmethod
     def observe(self, objective: Objective, sample: int) -> None:
-        """Let the curvature estimator look at the objective, at the sample that is in the weights."""
+        """Let the curvature estimator look at the objective, at the sample that is in the weights.
+
+        Only called for estimators that need it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is for estimators of the curvature that need gradients only")
 
     @abstractmethod
     def fold(self, sample: int | None, folded_samples: int) -> None:
@@ -146,9 +189,16 @@ class Structure(ABC):
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""
 
-    @abstractmethod
     def marginals(self, at_least: int = 1) -> Iterator[Marginal]:
         """Mean and variance of each parameter that has made this many steps; they may share memory with the state."""
+        for member in self.members:
+            steps = self.steps_of(member.p)
+            if steps >= at_least:
+                state = self.peek_state(member)
+                hess = state.get("hess")
+                if hess is not None and hess.shape != member.p.shape:
+                    hess = None  # it is not h of the weights
+                yield Marginal(member, mean_of(member.p, state), self.variance(member, state), hess, steps)
 
     @abstractmethod
     def posterior(self, model: nn.Module, **rest: Any) -> Posterior:
@@ -180,6 +230,48 @@ class Structure(ABC):
     def steps_of(self, p: Tensor) -> int:
         """How many steps a parameter has made."""
         return int(self.state[p]["step"]) if self.state.get(p) else 0
+
+    # -- parts of samples, steps and posteriors ----------------------------------------------------------------
+
+    def noises(self, sample: int, evaluation_draw: int | None) -> Iterator[tuple[Member, State, Tensor]]:
+        """Every parameter with its state and ε of a sample, for :meth:`plan`. Evaluation leaves no state behind."""
+        members = self.members
+        states = [self.state_of(m) if evaluation_draw is None else self.peek_state(m) for m in members]
+        draws = [draw_of(m, state, sample, evaluation_draw) for m, state in zip(members, states, strict=True)]
+        noises = dict(noise.normals_like([member.p for member in members], [draw for draw, _ in draws]))
+        for i, (member, state) in enumerate(zip(members, states, strict=True)):
+            yield member, state, noises[i] * draws[i][1]
+
+    def fold_gradients(self, folded: dict[Tensor, Folded], folded_samples: int) -> None:
+        """Fold the gradients into ``folded``, by parameter, as each one's estimator does."""
+        for member in self.members:
+            p, estimator, so_far = member.p, member.step.estimator, folded.get(member.p)
+            if so_far is None and p.grad is None:
+                continue
+            grad = gradient_of(member, copy=member.step.samples > 1 and so_far is None)
+            if so_far is None:
+                so_far = folded_before(estimator, grad, folded_samples)
+            folded[p] = estimator.fold(so_far, Evidence(grad))
+
+    def write_mean(self, member: Member, state: State, mean: Tensor) -> None:
+        """Write a new mean into the weights, and beside them where they are too coarse for it."""
+        member.p.copy_(mean)
+        if "mean" in state:
+            state["mean"].copy_(mean)
+
+    def snapshot(self, model: nn.Module) -> Snapshot:
+        """What :meth:`posterior` needs beyond the variances, in memory of its own; sharded parameters whole."""
+        model = unwrapped(model)
+        drop_gathered(member.p for member in self.members if member.local is not member.p)
+        named = named_members(model, self.members)
+        mean, prior_mean, prior_precision = {}, {}, {}
+        for name, member in named:
+            mean[name] = full_tensor(mean_of(member.p, self.peek_state(member))).clone()
+            prior_mean[name] = as_tensor(full_tensor(member.prior_mean)).to(mean[name]).clone()
+            prior_precision[name] = as_tensor(full_tensor(member.prior_precision)).to(mean[name]).clone()
+        sizes = {member.ess for _, member in named}
+        ess = sizes.pop() if len(sizes) == 1 else None
+        return Snapshot(model, named, mean, GaussianPrior(prior_mean, prior_precision), ess)
 
     # -- reports ---------------------------------------------------------------------------------------------
 
@@ -251,3 +343,12 @@ class Structure(ABC):
         if not self._ranks_checked:
             require_averaged(grads)
             self._ranks_checked = True
+
+
+def folded_before(estimator: CurvatureEstimator, grad: Tensor, samples: int) -> Folded | None:
+    """The samples of this step in which a parameter took no part: they count with the gradient they had, zero."""
+    folded = None
+    for _ in range(samples):
+        nothing = torch.zeros_like(grad)
+        folded = estimator.fold(folded, Evidence(nothing, nothing, nothing))
+    return folded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
@@ -14,28 +14,22 @@ from torch import Tensor, nn
 from vprop.kernels.call import Curvature, Step
 from vprop.kernels.table import Role
 from vprop.noise import Stream
-from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.sharding import full_tensor
-from vprop.posterior import DiagonalPosterior, GaussianPrior
-from vprop.precision import as_tensor
+from vprop.posterior import DiagonalPosterior
 from vprop.structures import written
 from vprop.structures.base import MEAN, Structure, TensorSpec
 from vprop.structures.fused import Job, curvature_in_kernel
 from vprop.structures.members import (
     GroupStep,
-    Marginal,
     Member,
     gradient_of,
     local_state,
-    mean_of,
-    named_members,
     require_finite,
 )
 from vprop.structures.packs import Pack, PackedSample, Packs, noise_of
 from vprop.structures.plans import Plan
 from vprop.structures.portable import PortableDiagonal
 from vprop.structures.written import Written
-from vprop.wrappers import unwrapped
 
 
 @dataclass
@@ -99,6 +93,8 @@ class Diagonal(PortableDiagonal):
         "mean": MEAN,
     }
     has_kernels = True
+    takes_sharded = True
+    takes_own_noise = True
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
@@ -277,29 +273,10 @@ class Diagonal(PortableDiagonal):
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
-    def marginals(self, at_least: int = 1) -> Iterator[Marginal]:
-        """Mean and variance of each parameter that has made this many steps."""
-        for member in self.members:
-            steps = self.steps_of(member.p)
-            if steps >= at_least:
-                state = self.peek_state(member)
-                mean, variance = mean_of(member.p, state), self._sharded_variance(member, state)
-                yield Marginal(member, mean, variance, state.get("hess"), steps)
-
     def posterior(self, model: nn.Module, **rest: Any) -> DiagonalPosterior:
         """Names come from ``model.named_parameters()``."""
-        model = unwrapped(model)
-        drop_gathered(member.p for member in self.members if member.local is not member.p)
-        named = named_members(model, self.members)
-        sizes = {member.ess for _, member in named}
-        mean, variance, prior_mean, prior_precision = {}, {}, {}, {}
-        for name, member in named:
-            state = self.peek_state(member)
-            mean[name] = full_tensor(mean_of(member.p, state)).clone()
-            variance[name] = full_tensor(self._sharded_variance(member, state))
+        model, named, mean, prior, ess = self.snapshot(model)
+        variance = {name: full_tensor(self.variance(member, self.peek_state(member))) for name, member in named}
+        for name in mean:
             require_finite(name, mean[name], variance[name])
-            prior_mean[name] = as_tensor(full_tensor(member.prior_mean)).to(mean[name]).clone()
-            prior_precision[name] = as_tensor(full_tensor(member.prior_precision)).to(mean[name]).clone()
-        prior = GaussianPrior(prior_mean, prior_precision)
-        ess = sizes.pop() if len(sizes) == 1 else None
         return DiagonalPosterior(model, mean, variance, prior, ess=ess, **rest)

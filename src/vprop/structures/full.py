@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from vprop import noise
 from vprop.curvature import CurvatureEstimator, Evidence, Folded
 from vprop.functional import full
 from vprop.objective import Objective
@@ -18,58 +16,23 @@ from vprop.parallel.ranks import average_over_ranks, mean_so_far
 from vprop.posterior import FullPosterior, GaussianPrior
 from vprop.precision import as_tensor, compute_dtype
 from vprop.structures.base import MEAN, Structure, TensorSpec
-from vprop.structures.checks import broken, check_shared, check_size, other_shape, refuse_sharded_parameters
+from vprop.structures.checks import broken, check_shared, check_size, other_shape
 from vprop.structures.curvature_matrix import CurvatureMatrix, KeptFactor
 from vprop.structures.members import (
     GroupStep,
     Marginal,
     Member,
     State,
-    draw_of,
     gradient_of,
     mean_of,
     named_members,
     require_finite,
 )
-from vprop.structures.plans import Plan
+from vprop.structures.plans import KeptPlan, Plan
 from vprop.wrappers import unwrapped
 
 _WIDE = torch.float64
 """The matrix and its factors: in float32 a curvature of condition 10⁷ is no longer positive definite."""
-
-
-@dataclass
-class _Written:
-    """A parameter that holds a sample. Its mean is kept: a vector is nothing beside the matrix."""
-
-    member: Member
-    mean: Tensor
-    sample: Tensor
-    done: bool = False
-
-
-@dataclass
-class _FullPlan:
-    """A sample of all parameters."""
-
-    entries: list[_Written]
-
-    def write(self) -> None:
-        for entry in self.entries:
-            entry.done = True
-            entry.member.p.copy_(entry.sample)
-
-    def take_out(self) -> None:
-        for entry in self.entries:
-            if entry.done:
-                entry.member.p.copy_(entry.mean)
-                entry.done = False
-
-    def twin(self) -> _FullPlan:
-        return _FullPlan([replace(entry) for entry in self.entries])
-
-    def owners(self) -> list[Tensor]:
-        return [entry.member.p for entry in self.entries]
 
 
 class Full(Structure):
@@ -85,9 +48,11 @@ class Full(Structure):
         "momentum": TensorSpec(),
         "mean": MEAN,
     }
+    takes_own_noise = True
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
+        self.has_folded = False
         self._taking_part: dict[Tensor, bool] = {}
         """The parameters that had a gradient in some sample of this step."""
         self._folded: Folded | None = None
@@ -101,10 +66,7 @@ class Full(Structure):
         """Forget what was folded of this step's samples."""
         self._taking_part = {}
         self._folded = self._observation = self._shared_gradient = None
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse sharded parameters."""
-        refuse_sharded_parameters(group, self.optimizer)
+        self.has_folded = False
 
     def check_groups(self, groups: list[dict[str, Any]], shared: Iterable[str]) -> None:
         """Refuse groups that cannot have one covariance, or too large a one."""
@@ -198,24 +160,20 @@ class Full(Structure):
 
     # -- samples ---------------------------------------------------------------------------------------------
 
-    def plan(self, sample: int, evaluation_draw: int | None) -> _FullPlan:
+    def plan(self, sample: int, evaluation_draw: int | None) -> KeptPlan:
         """All parameters at once."""
         members = self.members
         if not members:
-            return _FullPlan([])
+            return KeptPlan([])
         matrix = self._matrix(members, keep=evaluation_draw is None)
         factor = self._factor(matrix, self._damping(members))
-        states = [self.peek_state(member) for member in members]
-        draws = [draw_of(m, state, sample, evaluation_draw) for m, state in zip(members, states, strict=True)]
-        noises = dict(noise.normals_like([member.p for member in members], [draw for draw, _ in draws]))
-        eps = _flat([noises[i] * sign for i, (_, sign) in enumerate(draws)])
-        means = [mean_of(member.p, state) for member, state in zip(members, states, strict=True)]
-        offset = full.perturbation(factor, eps, members[0].ess)
-        return _FullPlan(
-            [
-                _Written(member, member.p.detach().clone(), (mean + piece.view(mean.shape)).to(member.p.dtype))
-                for member, mean, piece in zip(members, means, _pieces(offset, members), strict=True)
-            ]
+        drawn = list(self.noises(sample, evaluation_draw))
+        offset = full.perturbation(factor, _flat([eps for _, _, eps in drawn]), members[0].ess)
+        means = [mean_of(member.p, state) for member, state, _ in drawn]
+        pieces = [piece.view(mean.shape) for mean, piece in zip(means, _pieces(offset, members), strict=True)]
+        return KeptPlan(
+            (member.p, (mean + piece).to(member.p.dtype))
+            for member, mean, piece in zip(members, means, pieces, strict=True)
         )
 
     def _factor(self, matrix: CurvatureMatrix, damping: float | Tensor) -> Tensor:
@@ -320,10 +278,7 @@ class Full(Structure):
 
     def _write_back(self, members: list[Member], new: full.Step) -> None:
         for member, piece in zip(members, _pieces(new.mean, members), strict=True):
-            state = self.state[member.p]
-            member.p.copy_(piece.view(member.p.shape))
-            if "mean" in state:
-                state["mean"].copy_(piece.view(member.p.shape))
+            self.write_mean(member, self.state[member.p], piece.view(member.p.shape))
         if new.momentum is not None:
             for member, piece in zip(members, _pieces(new.momentum, members), strict=True):
                 self.state[member.p]["momentum"].copy_(piece.view(member.p.shape))

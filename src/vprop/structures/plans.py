@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +29,52 @@ class Plan(Protocol):
 
     def owners(self) -> list[Tensor]:
         """The parameters that it is a sample of."""
+
+
+@dataclass
+class KeptSample:
+    """A parameter that holds a sample, and what it held before."""
+
+    p: Tensor
+    sample: Tensor
+    mean: Tensor = field(init=False)
+    done: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.mean = self.p.detach().clone()
+
+
+class KeptPlan:
+    """A plan that keeps the sample and the weights as they were: simple, for two copies of the weights.
+
+    It is made while the weights hold the mean, from each parameter with its sample.
+    """
+
+    def __init__(self, samples: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._entries = [KeptSample(p, sample) for p, sample in samples]
+
+    def write(self) -> None:
+        """Write the sample into the weights."""
+        for entry in self._entries:
+            entry.done = True
+            entry.p.copy_(entry.sample)
+
+    def take_out(self) -> None:
+        """Put the weights back, wherever the sample is in them."""
+        for entry in self._entries:
+            if entry.done:
+                entry.p.copy_(entry.mean)
+                entry.done = False
+
+    def twin(self) -> KeptPlan:
+        """The same sample, with a memory of its own of where it is in the weights."""
+        twin = KeptPlan([])
+        twin._entries = [copy.copy(entry) for entry in self._entries]
+        return twin
+
+    def owners(self) -> list[Tensor]:
+        """The parameters that it is a sample of."""
+        return [entry.p for entry in self._entries]
 
 
 class KeptWeights:

@@ -17,7 +17,7 @@ from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.ranks import average_over_ranks, mean_so_far
 from vprop.parallel.sharding import sharded_like, to_local
 from vprop.precision import compute_dtype
-from vprop.structures.base import Structure
+from vprop.structures.base import Structure, folded_before
 from vprop.structures.checks import broken
 from vprop.structures.members import GroupStep, Member, State, draw_of, gradient_of, local_state, mean_of, members_of
 from vprop.structures.written import Written, bundles_of
@@ -37,6 +37,7 @@ class PortableDiagonal(Structure):
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
+        self.has_folded = False
         self._folded: dict[Tensor, Folded] = {}
         """The samples of this step so far, by parameter."""
         self._observed: dict[Tensor, Tensor] = {}
@@ -49,6 +50,7 @@ class PortableDiagonal(Structure):
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""
         self._folded, self._observed, self._shared_gradients, self._estimates = {}, {}, {}, {}
+        self.has_folded = False
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -118,9 +120,7 @@ class PortableDiagonal(Structure):
             if partner is not None:  # kept for a kernel that will not read it after all
                 folded = estimator.fold(None, Evidence(partner))
             if folded is None:
-                # Samples in which the parameter took no part count with the gradient they had: zero.
-                for _ in range(folded_samples):
-                    folded = estimator.fold(folded, _nothing_seen(grad))
+                folded = folded_before(estimator, grad, folded_samples)
             observed = self._observed.pop(p, None)
             if observed is None and estimator.needs_objective:
                 observed = torch.zeros_like(grad)
@@ -259,14 +259,9 @@ class PortableDiagonal(Structure):
         """σ² of the part of a parameter that lies on this rank."""
         return diagonal.variance(*self._width(member, state))
 
-    def _sharded_variance(self, member: Member, state: State) -> Tensor:
-        """σ² of a parameter."""
+    def variance(self, member: Member, state: State) -> Tensor:
+        """σ² of each weight of a parameter, sharded as it is."""
         return sharded_like(self._variance(member, local_state(state)), member.p)
-
-
-def _nothing_seen(grad: Tensor) -> Evidence:
-    nothing = torch.zeros_like(grad)
-    return Evidence(nothing, nothing, nothing)
 
 
 def _steps(states: list[State]) -> Tensor:
