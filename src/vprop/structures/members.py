@@ -185,7 +185,9 @@ def draw_of(member: Member, state: State, sample: int, evaluation_draw: int | No
     group = member.group
     if evaluation_draw is not None:
         return noise.Draw(group["seed"], member.number, evaluation_draw, stream=noise.Stream.EVALUATION), 1
-    step: noise.Word = state["step"] if group["capturable"] else int(state["step"])
+    # Traced, a number would become a symbol of the graph, with which Inductor does not get along.
+    as_tensor = group["capturable"] or torch.compiler.is_compiling()
+    step: noise.Word = state["step"] if as_tensor else int(state["step"])
     number, sign = signed_sample(member.step, sample)
     return noise.Draw(group["seed"], member.number, step, number), sign
 
