@@ -199,6 +199,30 @@ def test_an_interrupt_leaves_the_mean(monkeypatch, where, when):
     closure_step(optimizer, model, [make_batch()])
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", ["rows", "columns", "channels_last"])
+def test_an_interrupt_leaves_the_mean_of_coarse_weights(monkeypatch, seed, layout):
+    """Half of the samples round to the same bfloat16 number as the mean, so that one weight does not tell."""
+    start = torch.linspace(0.5, 1.5, 96, dtype=torch.bfloat16).view(2, 3, 4, 4)
+    if layout == "columns":
+        start = start.reshape(96, 1)
+    elif layout == "channels_last":
+        start = start.contiguous(memory_format=torch.channels_last)
+    scalar, weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16)), nn.Parameter(start.clone())
+    optimizer = Vprop([scalar, weight], num_data=1_000_000, seed=seed)
+    work = cpu.perturb
+
+    def interrupted(*arguments):
+        work(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cpu, "perturb", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.hold_sample()
+    assert torch.equal(weight, start)
+    assert float(scalar) == 1.0
+
+
 def test_a_failure_in_the_update_leaves_the_mean(monkeypatch):
     model = make_model()
     optimizer = Vprop(model.parameters(), num_data=100)
