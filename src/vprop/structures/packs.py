@@ -339,7 +339,7 @@ class PackedSample:
         entries = []
         for i, (member, state) in enumerate(zip(pack.members, pack.states, strict=True)):
             count = pack.counts[i]
-            step = count if pack.group["capturable"] else int(count)
+            step = count if pack.step.capturable else int(count)
             draw = Draw(noise.seed, member.number, step, noise.source & (2**30 - 1), Stream(noise.source >> 30))
             damping = noise.damping if pack.prior_precision is None else pack.prior_precision[i] / noise.ess
             mean = to_local(state.get("mean")) if self.means is None else self.means[i]
@@ -354,6 +354,6 @@ def noise_of(step: GroupStep, sample: int, stream: Stream) -> Noise:
         return known
     number, sign = signed_sample(step, sample) if stream is Stream.TRAINING else (sample, 1)
     damping = 0.0 if isinstance(step.prior_precision, list) else step.damping
-    noise = Noise(step.group["seed"], source_word(stream, number), sign, step.ess, damping)
+    noise = Noise(step.seed, source_word(stream, number), sign, step.ess, damping)
     step.noises[sample, stream] = noise
     return noise
