@@ -175,6 +175,31 @@ def test_a_group_edited_between_the_samples_of_a_pair():
     assert_same_run(runs[1], runs[0], **ROUNDING)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", 5), ("antithetic", True), ("maximize", True), ("num_data", 7), ("prior_precision", 9.0)],
+)
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("optimizer_class", [IVON, Vprop])
+def test_what_is_edited_after_a_sample_was_drawn_counts_from_the_next_step(name, value, fused, optimizer_class):
+    runs = []
+    for early in (False, True):
+        model = make_model()
+        optimizer = optimizer_class(model.parameters(), num_data=100, mc_samples=2, betas=(0.0, 0.9), fused=fused)
+        for step in range(3):
+            for sample in (0, 1):
+                with optimizer.sampled_params(sample):
+                    backward(model, [make_batch(seed=step)])
+                if step == 1 and sample == 0 and early:
+                    optimizer.param_groups[0][name] = value
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.param_groups[0][name] = value
+        runs.append((model, optimizer))
+    assert_same_run(*runs)
+
+
 @pytest.mark.parametrize("where", ["perturb", "step"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_leaves_the_mean(monkeypatch, where, when):
@@ -197,6 +222,30 @@ def test_an_interrupt_leaves_the_mean(monkeypatch, where, when):
     monkeypatch.undo()
     torch.testing.assert_close([p.detach() for p in model.parameters()], before, rtol=1e-5, atol=1e-6)
     closure_step(optimizer, model, [make_batch()])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", ["rows", "columns", "channels_last"])
+def test_an_interrupt_leaves_the_mean_of_coarse_weights(monkeypatch, seed, layout):
+    """Half of the samples round to the same bfloat16 number as the mean, so that one weight does not tell."""
+    start = torch.linspace(0.5, 1.5, 96, dtype=torch.bfloat16).view(2, 3, 4, 4)
+    if layout == "columns":
+        start = start.reshape(96, 1)
+    elif layout == "channels_last":
+        start = start.contiguous(memory_format=torch.channels_last)
+    scalar, weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16)), nn.Parameter(start.clone())
+    optimizer = Vprop([scalar, weight], num_data=1_000_000, seed=seed)
+    work = cpu.perturb
+
+    def interrupted(*arguments):
+        work(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cpu, "perturb", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.hold_sample()
+    assert torch.equal(weight, start)
+    assert scalar.item() == 1.0
 
 
 def test_a_failure_in_the_update_leaves_the_mean(monkeypatch):

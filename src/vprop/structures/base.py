@@ -315,7 +315,7 @@ class Structure(ABC):
         rank = rank_and_count(objective.process_group)[0] if estimator.draws_labels else 0
         inside = parameters_in(objective, members, self.optimizer)
         draw = label_draw_of(members[0], self.peek_state(members[0]), sample, rank)
-        sign = -1 if estimator.signed and members[0].group["maximize"] else 1
+        sign = -1 if estimator.signed and members[0].step.maximize else 1
         return [sign * value.detach() for value in estimator.observe(objective, inside, draw)]
 
     def seen_by_all(self, curvatures: list[Tensor], objective: Objective, step: GroupStep) -> list[Tensor]:
@@ -336,7 +336,7 @@ class Structure(ABC):
         if grad is None:
             return torch.zeros_like(p, dtype=compute_dtype(p))
         grad = grad.to(compute_dtype(p))
-        return -grad if member.group["maximize"] else grad
+        return -grad if member.step.maximize else grad
 
     def require_averaged(self, grads: list[Tensor]) -> None:
         """Look once whether somebody averages the gradients over the ranks."""

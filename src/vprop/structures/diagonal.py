@@ -236,7 +236,7 @@ class Diagonal(PortableDiagonal):
             lr=group["lr"] if step.rate_factor == 1.0 else group["lr"] * step.rate_factor,
             betas=group["betas"],
             clip_radius=group["clip_radius"],
-            grad_sign=-1 if group["maximize"] and direct is not None else 1,
+            grad_sign=-1 if step.maximize and direct is not None else 1,
         )
         return Job(pack, request, grads, others)
 

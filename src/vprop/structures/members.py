@@ -39,7 +39,10 @@ class GroupStep:
     prior_precision: Any
     """λ: a number, a list of tensors like the parameters, or a matrix."""
     prior_mean: list[Tensor] | None
+    seed: int
     samples: int
+    antithetic: bool
+    maximize: bool
     own_noise: bool
     """Whether samples differ from rank to rank."""
     fused: bool
@@ -177,19 +180,19 @@ def gradient_of(member: Member, copy: bool) -> Tensor:
             "gradient of every element. Build the embedding with sparse=False."
         )
     grad = grad.detach().to(compute_dtype(p), copy=copy)
-    return -grad if member.group["maximize"] else grad
+    return -grad if member.step.maximize else grad
 
 
 def draw_of(member: Member, state: State, sample: int, evaluation_draw: int | None) -> tuple[noise.Draw, int]:
     """The address of a sample's noise, and its sign: −1 for the second of an antithetic pair."""
-    group = member.group
+    seed = member.step.seed
     if evaluation_draw is not None:
-        return noise.Draw(group["seed"], member.number, evaluation_draw, stream=noise.Stream.EVALUATION), 1
+        return noise.Draw(seed, member.number, evaluation_draw, stream=noise.Stream.EVALUATION), 1
     # Traced, a number would become a symbol of the graph, with which Inductor does not get along.
-    as_tensor = group["capturable"] or torch.compiler.is_compiling()
+    as_tensor = member.step.capturable or torch.compiler.is_compiling()
     step: noise.Word = state["step"] if as_tensor else int(state["step"])
     number, sign = signed_sample(member.step, sample)
-    return noise.Draw(group["seed"], member.number, step, number), sign
+    return noise.Draw(seed, member.number, step, number), sign
 
 
 def signed_sample(step: GroupStep, sample: int) -> tuple[int, int]:
@@ -198,7 +201,7 @@ def signed_sample(step: GroupStep, sample: int) -> tuple[int, int]:
     Ranks with noise of their own count on, so that R of them with K samples each draw what one process draws with RK.
     """
     first = rank_and_count()[0] if step.group.get("noise") == "per_rank" else 0
-    if step.group["antithetic"]:
+    if step.antithetic:
         return first * ((step.samples + 1) // 2) + sample // 2, -1 if sample % 2 else 1
     return first * step.samples + sample, 1
 

@@ -27,6 +27,9 @@ _KEYS = {Role.HESS: "hess", Role.MOMENTUM: "momentum", Role.MEAN: "mean"}
 _DTYPE, _GRAD, _IS_SPARSE = attrgetter("dtype"), attrgetter("grad"), attrgetter("is_sparse")
 _IS_NONE = partial(is_, None)
 
+PROBED_ELEMENTS = 256
+"""Weights that tell whether a kernel was at work: copying them costs no more than copying one."""
+
 
 class Pack:
     """Parameters of one group and kind, with their state.
@@ -67,9 +70,8 @@ class Pack:
         self._addresses = self._current_addresses()
         self.has_momentum = Role.MOMENTUM in self.table.roles
         """Whether the state holds an average of the gradients."""
-        first = next((p for p in self.params if p.numel()), self.params[0])
-        self.probe = first.detach()[(0,) * first.dim()] if first.numel() else first.detach()
-        """One weight, to see by whether a kernel was at work when an interrupt came."""
+        self.probe = _corner(max(self.params, key=Tensor.numel).detach())
+        """Some weights, to see by whether a kernel was at work when an interrupt came."""
 
     def _current_addresses(self) -> list[list[Any]]:
         # Nothing but built-in functions: a model can have thousands of tensors, and this is done twice a step.
@@ -237,6 +239,15 @@ def _as_one(counts: list[Tensor]) -> Tensor:
     return torch.stack(counts)
 
 
+def _corner(tensor: Tensor) -> Tensor:
+    """A view of a few elements. One would not do: a sample often rounds to the same bfloat16 number as the mean."""
+    room = PROBED_ELEMENTS
+    for dim in reversed(range(tensor.dim())):
+        tensor = tensor.narrow(dim, 0, min(tensor.shape[dim], max(1, room)))
+        room //= max(1, tensor.shape[dim])
+    return tensor
+
+
 def _first_block(member: Member) -> int | None:
     """A quarter of the number of the first element that lies here; ``None`` if there is no saying for kernels.
 
@@ -328,7 +339,7 @@ class PackedSample:
         entries = []
         for i, (member, state) in enumerate(zip(pack.members, pack.states, strict=True)):
             count = pack.counts[i]
-            step = count if pack.group["capturable"] else int(count)
+            step = count if pack.step.capturable else int(count)
             draw = Draw(noise.seed, member.number, step, noise.source & (2**30 - 1), Stream(noise.source >> 30))
             damping = noise.damping if pack.prior_precision is None else pack.prior_precision[i] / noise.ess
             mean = to_local(state.get("mean")) if self.means is None else self.means[i]
@@ -343,6 +354,6 @@ def noise_of(step: GroupStep, sample: int, stream: Stream) -> Noise:
         return known
     number, sign = signed_sample(step, sample) if stream is Stream.TRAINING else (sample, 1)
     damping = 0.0 if isinstance(step.prior_precision, list) else step.damping
-    noise = Noise(step.group["seed"], source_word(stream, number), sign, step.ess, damping)
+    noise = Noise(step.seed, source_word(stream, number), sign, step.ess, damping)
     step.noises[sample, stream] = noise
     return noise
