@@ -105,7 +105,8 @@ def main() -> None:
                 names = [f"{name}×{count}" for (where, name), count in calls.items() if where == file]
                 print(f"    {file}: {', '.join(names)}")
     if arguments.json is not None:
-        result = {"environment": environment(), "rows": [counts for counts, _ in rows]}
+        command = f"python benchmarks/trace_step.py --json {arguments.json}"
+        result = {"command": command, "environment": environment(), "rows": [counts for counts, _ in rows]}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
