@@ -246,8 +246,8 @@ class TrainingLoops(Optimizer):
             self._loop.block_was_idle = was_idle(marks, self._structure.groups)
 
     @contextmanager
-    def _active_sample(self, sample: int, *, stays: bool = False) -> Iterator[None]:
-        """A sample of the coming step, for a block of code; it may stay in the weights for the update to take out."""
+    def _active_sample(self, sample: int) -> Iterator[None]:
+        """A sample of the coming step, for a block of code."""
         try:
             self._enter(sample, Holder.CALLER)
             yield
@@ -256,12 +256,9 @@ class TrainingLoops(Optimizer):
             self._sampling.put_mean_back()
             self._sampling.forget_samples()
             raise
-        if stays:
-            self._sampling.holder = None
-        else:
-            self._sampling.put_mean_back()
-            if self._sampling.held:
-                self._hold_again()
+        self._sampling.put_mean_back()
+        if self._sampling.held:
+            self._hold_again()
 
     def _enter(self, sample: int, holder: Holder, steps: list[GroupStep] | None = None) -> None:
         """Make ``sample`` of the coming step active, after folding the sample before it."""
