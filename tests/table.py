@@ -126,6 +126,7 @@ TABLE = [
             "3-centered": {"mc_samples": 3, "centered": True},
             "1-momentum": {"betas": (0.9, 0.99), "prior_precision": 3.0, "temperature": 0.5, "clip_radius": 0.2},
             "1-fisher": {"sampled_fisher": True},
+            "1-mini-batch": {"batch_size": 12, "init_steps": 3, "hess_floor": 0.3, "betas": (0.9, 0.99)},
         },
         bad_arguments=[
             ({"mc_samples": 1, "centered": True}, r"Invalid mc_samples=1: must be >= 2 when centered=True"),
@@ -134,11 +135,32 @@ TABLE = [
                 r"Invalid mc_samples=3: must be even when antithetic=True and centered=True\. Use mc_samples=4",
             ),
             ({"sampled_fisher": 1}, r"Invalid sampled_fisher=1: must be True or False"),
+            ({"batch_size": 0}, r"Invalid batch_size=0: must be a number >= 1, \"objective\" or None\. Pass the rows"),
+            ({"batch_size": "auto"}, r"Invalid batch_size='auto': must be a number >= 1, \"objective\" or None"),
+            ({"init_steps": -1}, r"Invalid init_steps=-1: must be a finite number >= 0\. 0 forgets"),
+            ({"hess_floor": -1.0}, r"Invalid hess_floor=-1\.0: must be a finite number >= 0"),
+            ({"noise_limit": 0}, r"Invalid noise_limit=0: must be a number > 0\. Use float\(\"inf\"\)"),
+            ({"preconditioner": "adam"}, r"Invalid preconditioner='adam': must be \"precision\" or \"root\""),
+            (
+                {"preconditioner": "root"},
+                r"Invalid batch_size=None: must be a number when preconditioner=\"root\"\. Pass the rows",
+            ),
             (
                 {"mc_samples": 2, "centered": True, "sampled_fisher": True},
                 r"Invalid centered=True: must be False when sampled_fisher=True",
             ),
         ],
+    ),
+    OptimizerInfo(
+        vprop.Vario,
+        required={"batch_size": 12},
+        configurations={
+            "1": {"lr": 0.002},
+            "2-antithetic": {
+                **{"lr": 0.002, "mc_samples": 2, "antithetic": True, "noise_limit": 0.5, "hess_floor": 1.0}
+            },
+        },
+        bad_arguments=[({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for Vario")],
     ),
     OptimizerInfo(
         vprop.CVI,
@@ -172,6 +194,7 @@ TABLE = [
         configurations={
             "1": {},
             "2-centered-pairs": {"mc_samples": 2, "antithetic": True, "centered": True, "clip_radius": 0.2},
+            "1-mini-batch": {"batch_size": 12, "init_steps": 5},
         },
         bad_arguments=[({"max_parameters": 0}, r"Invalid max_parameters=0: must be an integer >= 1")],
     ),
@@ -190,6 +213,7 @@ TABLE = [
             "1": {},
             "2-antithetic": {"mc_samples": 2, "antithetic": True, "betas": (0.9, 0.99), "clip_radius": 0.3},
             "3-rescaled": {"mc_samples": 3, "betas": (0.0, 0.9), "rescale_lr": True, "hess_init": 0.1},
+            "1-root": {"preconditioner": "root", "batch_size": 12, "noise_limit": 0.3, "init_steps": 2},
         },
         bad_arguments=[
             (

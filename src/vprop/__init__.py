@@ -4,7 +4,20 @@ from vprop import curvature, metrics
 from vprop._version import __version__
 from vprop.likelihood import GaussianLikelihood, HeteroscedasticGaussianLikelihood
 from vprop.objective import Objective
-from vprop.optim import CVI, IVON, VOGN, VON, VONG, AutoPrior, MeanField, Vadam, VariationalOptimizer, Vprop, lr_find
+from vprop.optim import (
+    CVI,
+    IVON,
+    VOGN,
+    VON,
+    VONG,
+    AutoPrior,
+    MeanField,
+    Vadam,
+    VariationalOptimizer,
+    Vario,
+    Vprop,
+    lr_find,
+)
 from vprop.posterior import GaussianPrior, Posterior, Prediction, load_posterior, merge
 
 __all__ = [
@@ -23,6 +36,7 @@ __all__ = [
     "Prediction",
     "Vadam",
     "VariationalOptimizer",
+    "Vario",
     "Vprop",
     "__version__",
     "curvature",

@@ -110,6 +110,15 @@ class Objective:
         """How many examples the batch has, whatever the loss counts of them."""
         return batch_size_of(self.y)
 
+    def examples_on_all_ranks(self) -> int | None:
+        """The same over all ranks that a wrapped model's gradients are averaged over; ``None`` if it cannot be told."""
+        try:
+            examples = self.batch_size
+        except TypeError:
+            return None
+        group = self.process_group
+        return examples if group is None else examples * torch.distributed.get_world_size(group)
+
 
 def _require_mean(loss: Any) -> None:
     """Refuse a loss that has no gradient, or one for each example."""

@@ -103,11 +103,16 @@ class Problem:
     without_grad: set[int] = field(default_factory=set)
     first_step: int = 0
     first_blocks: list[int] | None = None
+    floors: list[float] | None = None
+
+    def floor(self, i: int) -> float:
+        return 0.0 if self.floors is None else self.floors[i]
 
     def table(self) -> Table:
         steps = torch.tensor(self.counts, device=self.roles[Role.WEIGHT][0].device)
         table = Table(self.numbers, self.roles, steps, self.first_blocks)
         table.first_step = self.first_step
+        table.floors.copy_(torch.tensor([self.floor(i) for i in range(table.rows)]))
         if Role.GRAD in self.roles:
             table.grad_dtype = self.roles[Role.GRAD][0].dtype
         for row in self.without_grad:
@@ -215,10 +220,14 @@ def row_normals(kernels, problem, i, noise, step):
     return normals.double()
 
 
-def width(row, noise):
+ROOT_RULES = (Rule.CLAMPED_ROOT, Rule.RIEMANNIAN_ROOT)
+RIEMANNIAN_RULES = (Rule.RIEMANNIAN, Rule.RIEMANNIAN_ROOT)
+
+
+def width(row, noise, floor=0.0):
     """σ, and δ."""
     damping = row[Role.PRIOR_PRECISION] / noise.ess if Role.PRIOR_PRECISION in row else noise.damping
-    return diagonal.variance(row[Role.HESS], noise.ess, damping).sqrt(), damping
+    return diagonal.variance(row[Role.HESS], noise.ess, damping, floor).sqrt(), damping
 
 
 def reconciled(problem, i):
@@ -234,7 +243,7 @@ def mean_before(kernels, problem, i, step):
         return mean, torch.zeros_like(mean)
     if not step.sampled:
         return row[Role.WEIGHT], torch.zeros_like(row[Role.WEIGHT])
-    sigma, _ = width(row, step.noise)
+    sigma, _ = width(row, step.noise, problem.floor(i))
     count = problem.first_step + problem.counts[i] - takes_part
     offset = step.noise.sign * sigma * row_normals(kernels, problem, i, step.noise, count)
     return row[Role.WEIGHT] - offset, EPS * (row[Role.WEIGHT].abs() + offset.abs())
@@ -250,7 +259,7 @@ def estimates(kernels, problem, i, step):
         return (grad + other) / 2, step.scale * ((other - grad) / 2).square()
     if step.curvature == Curvature.GIVEN:
         return grad, step.scale * other
-    sigma, _ = width(row, step.noise)
+    sigma, _ = width(row, step.noise, problem.floor(i))
     normals = row_normals(kernels, problem, i, step.noise, problem.first_step + problem.counts[i] - 1)
     return grad, grad * step.noise.sign * normals / sigma
 
@@ -288,7 +297,10 @@ def _after_update(kernels, problem, i, step, mean, mean_error, expected):
     grad, estimate = estimates(kernels, problem, i, step)
     momentum, prior_mean = row.get(Role.MOMENTUM), row.get(Role.PRIOR_MEAN, torch.zeros_like(mean))
     rule = diagonal.vadam_step if step.rule == Rule.VADAM else diagonal.natural_gradient_step
-    options = {"riemannian": True} if step.rule == Rule.RIEMANNIAN else {}
+    options = {"riemannian": True} if step.rule in RIEMANNIAN_RULES else {}
+    if step.rule != Rule.VADAM:
+        options["floor"], options["start_weight"] = problem.floor(i), step.start_weight
+        options["gradient_scale"] = step.gradient_scale if step.rule in ROOT_RULES else None
     arguments = {
         "step": count, "lr": float(step.lr), "betas": step.betas, "damping": damping, "prior_mean": prior_mean,
         **options,
@@ -298,14 +310,14 @@ def _after_update(kernels, problem, i, step, mean, mean_error, expected):
     direction = mean - free.mean
 
     # How far float32 can be off.
-    hess, weight2 = row[Role.HESS], 1 - step.betas[1]
+    hess, weight2 = row[Role.HESS], float(diagonal.newest_weight(step.betas[1], count, step.start_weight))
     old, other = hess.abs(), row[Role.OTHER].abs()
     finite = torch.where(estimate == -math.inf, 0.0, estimate)  # which a clamp makes an exact zero of
     size = finite.abs() + (step.scale * (grad.abs() + other).square() if step.curvature == Curvature.PAIR else 0)
     if step.curvature == Curvature.PRICE:  # of the precision under the root
         size = size * (1 + (old + damping) / (hess + damping).clamp_min(1e-3 * damping))
     hess_error = EPS * (old + size)
-    if step.rule == Rule.RIEMANNIAN:
+    if step.rule in RIEMANNIAN_RULES:
         above = (hess + damping).clamp_min(1e-3 * damping)
         change = weight2 * (size + old)
         hess_error = hess_error + EPS * (damping + change + change.square() / above * (1 + (old + damping) / above))
@@ -317,8 +329,12 @@ def _after_update(kernels, problem, i, step, mean, mean_error, expected):
         debias2 = 1 - step.betas[1] ** count
         inside, moved = (new.hess / debias2).sqrt(), (hess_error / debias2).sqrt()
         bottom, bottom_error = inside + damping, moved.square() / (inside + moved + 1e-30)
+    elif step.rule in ROOT_RULES:
+        inside = (new.hess / step.gradient_scale).clamp_min(0).sqrt()
+        moved = (hess_error / step.gradient_scale).sqrt()
+        bottom, bottom_error = inside + damping, moved.square() / (inside + moved + 1e-30)
     else:
-        bottom, bottom_error = new.hess + damping, hess_error
+        bottom, bottom_error = (new.hess + damping).clamp_min(problem.floor(i)), hess_error
     relative = EPS + bottom_error / bottom
     direction_error = direction.abs() * relative / (1 - relative).clamp_min(0.1) + top_error / bottom
     used = torch.isfinite(new.mean - mean) & torch.isfinite(grad + finite + direction)

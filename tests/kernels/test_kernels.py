@@ -114,7 +114,7 @@ def test_any_slice_without_the_rest(kernels, start, stop):
 @pytest.mark.parametrize("rule", Rule)
 @pytest.mark.parametrize("curvature", Curvature)
 def test_every_kind_of_step(kernels, curvature, rule):
-    for momentum, prior, clips, maximize, sampled in kernels.choices(5):
+    for momentum, prior, clips, maximize, sampled, floor, forgets in kernels.choices(7):
         step = replace(
             STEP,
             noise=replace(NOISE, sign=-1 if maximize else 1),
@@ -124,8 +124,32 @@ def test_every_kind_of_step(kernels, curvature, rule):
             clip_radius=1.5 if clips else math.inf,
             grad_sign=-1 if maximize else 1,
             betas=(0.9 if momentum else 0.0, 0.95),
+            start_weight=0.1 if forgets and rule != Rule.VADAM else 1.0,
+            gradient_scale=7.0,
         )
-        check_step(kernels, problem([(2, 9), (37,)], momentum=momentum, prior=prior), step)
+        floors = [0.4, 0.03] if floor else None
+        check_step(kernels, problem([(2, 9), (37,)], momentum=momentum, prior=prior, floors=floors), step)
+
+
+@each_version
+@pytest.mark.parametrize("count", [1, 2, 40, 100_000])
+@pytest.mark.parametrize("start_weight", [0.0, 0.002, 0.5])
+def test_an_average_that_forgets_its_start(kernels, count, start_weight):
+    step = replace(STEP, start_weight=start_weight, betas=(0.9, 0.999))
+    check_step(kernels, problem([(40,)], counts=[count], momentum=True), step)
+
+
+@each_version
+def test_a_floor_bounds_the_samples(kernels):
+    """Where h+δ is below it, σ is that of the floor; and the same number is taken out again."""
+    given = problem([(300,)], floors=[2.0])
+    ours = given.copy(kernels.device)
+    kernels.perturb(ours.table(), NOISE, 1)
+    normals = row_normals(kernels, given, 0, NOISE, given.counts[0])
+    moved = ours.row(0)[Role.WEIGHT] - given.row(0)[Role.WEIGHT]
+    torch.testing.assert_close(moved, normals / math.sqrt(2.0 * NOISE.ess), rtol=1e-4, atol=1e-5)
+    kernels.perturb(ours.table(), NOISE, -1)
+    torch.testing.assert_close(ours.row(0)[Role.WEIGHT], given.row(0)[Role.WEIGHT], rtol=0, atol=1e-6)
 
 
 shapes = st.lists(

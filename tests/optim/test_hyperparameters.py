@@ -23,12 +23,21 @@ from vprop.baselines import BBVI, Newton
 from vprop.optim.hyperparameters import Shared, declared_in
 
 SHARED = [
-    *("num_data", "prior_precision", "prior_mean", "betas", "mc_samples", "antithetic", "centered", "temperature"),
-    *("hess_init", "clip_radius", "seed", "noise", "maximize", "foreach", "fused", "capturable"),
+    *("num_data", "prior_precision", "prior_mean", "betas", "mc_samples", "antithetic", "centered"),
+    *("batch_size", "init_steps", "preconditioner", "temperature", "hess_init", "clip_radius", "seed"),
+    *("hess_floor", "noise_limit", "noise", "maximize", "foreach", "fused", "capturable"),
 ]
+FLOORS = {"hess_floor", "noise_limit"}
+OF_MINI_BATCHES = {"batch_size", "init_steps", "preconditioner"}
 NOT_TAKEN = {
-    "BBVI": {"noise"},
-    "Newton": {"mc_samples", "antithetic", "centered", "noise", "foreach", "fused", "capturable"},
+    "BBVI": {"noise", *FLOORS, *OF_MINI_BATCHES},
+    "Newton": {
+        *("mc_samples", "antithetic", "centered", "noise", "foreach", "fused", "capturable"),
+        *(FLOORS | OF_MINI_BATCHES),
+    },
+    "Vadam": OF_MINI_BATCHES,
+    "VON": {"preconditioner", *FLOORS},
+    "VONG": {"preconditioner", *FLOORS},
 }
 OWN = {
     "Vprop": ["sampled_fisher"],

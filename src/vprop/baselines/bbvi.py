@@ -53,8 +53,8 @@ class MeanAndStd(Diagonal):
     def check_state(self, groups: list[GroupStep], state: dict[Any, State]) -> None:
         """σ is looked at by itself."""
 
-    def _width(self, member: Member, state: State) -> tuple[Tensor, float, float | Tensor]:
-        return state["std"].square().reciprocal(), 1.0, 0.0
+    def _width(self, member: Member, state: State) -> tuple[Tensor, float, float | Tensor, float | Tensor]:
+        return state["std"].square().reciprocal(), 1.0, 0.0, 0.0
 
     def _variance(self, member: Member, state: State) -> Tensor:
         return state["std"].square()

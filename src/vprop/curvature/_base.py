@@ -68,6 +68,8 @@ class CurvatureEstimator(ABC):
     """Whether the samples must be antithetic pairs."""
     draws_labels = False
     """Whether what is observed depends on labels that are drawn, which should be other ones on every rank."""
+    counts_examples = False
+    """Whether the factor of :meth:`hess` is M, the number of examples in a mini-batch, where that is known."""
     signed = False
     """Whether what is observed changes its sign with the loss, as a Hessian does and a square does not."""
 
@@ -103,7 +105,10 @@ class CurvatureEstimator(ABC):
 
     @abstractmethod
     def hess(self, folded: Folded, ess: float, precision: Tensor | None = None) -> Tensor:
-        """ĥ from all samples of the step. ``precision`` is 1/σ² of the samples, where ``needs_noise``."""
+        """ĥ from all samples of the step. ``precision`` is 1/σ² of the samples, where ``needs_noise``.
+
+        ``ess`` is N/τ, or M where the estimator ``counts_examples`` and ``batch_size`` is given.
+        """
 
 
 class ObservedAverage(CurvatureEstimator):

@@ -12,6 +12,12 @@ with the new h in the last line. The prior term stays outside the momentum avera
 where the loss is not convex, and so can an estimate of one. There are two ways to keep the precision positive: h is
 not let below zero, so that no weight is less certain than under the prior; or (``riemannian``) the average has a term
 more, ½(1−β₂)²(h−ĥ)²/(h+δ), which keeps h+δ > 0 by itself.
+
+Three things can be asked for beyond that. A ``floor`` f bounds σ: the precision is ess·max(h+δ, f), in σ² and in the
+step alike. The average can forget its start: with ``start_weight`` w₀ < 1 its new part has the weight
+(1−β₂)/(1−(1−w₀)β₂ᵗ), which is 1 in the first step of an average that knows nothing (w₀ = 0: Adam's debiased one) and
+1−β₂ throughout with w₀ = 1. And with ``gradient_scale`` M the step divides as Adam does, by √(h/M) + δ: the curvature
+h is the mean square of one example's gradient, so that √(h/M) is the size of a mini-batch's.
 """
 
 from __future__ import annotations
@@ -31,23 +37,23 @@ The riemannian average keeps h above −δ, but δ may fall afterwards (the prio
 a difference that rounding can make zero."""
 
 
-def precision(hess: Tensor, ess: Scalar, damping: Scalar) -> Tensor:
-    """1/σ² = ess·(h+δ)."""
-    return ess * (hess + damping).clamp_min(LEAST_PRECISION * damping)
+def precision(hess: Tensor, ess: Scalar, damping: Scalar, floor: Scalar = 0.0) -> Tensor:
+    """1/σ² = ess·max(h+δ, f)."""
+    return ess * _not_below((hess + damping).clamp_min(LEAST_PRECISION * damping), floor)
 
 
-def variance(hess: Tensor, ess: Scalar, damping: Scalar) -> Tensor:
-    """σ² = 1/(ess·(h+δ)).
+def variance(hess: Tensor, ess: Scalar, damping: Scalar, floor: Scalar = 0.0) -> Tensor:
+    """σ² = 1/(ess·max(h+δ, f)).
 
     >>> variance(torch.tensor([0.0, 0.03]), ess=100.0, damping=0.01)
     tensor([1.0000, 0.2500])
     """
-    return precision(hess, ess, damping).reciprocal()
+    return precision(hess, ess, damping, floor).reciprocal()
 
 
-def perturbation(hess: Tensor, noise: Tensor, ess: Scalar, damping: Scalar) -> Tensor:
+def perturbation(hess: Tensor, noise: Tensor, ess: Scalar, damping: Scalar, floor: Scalar = 0.0) -> Tensor:
     """σ·ε: what a sample adds to the mean."""
-    return noise * precision(hess, ess, damping).rsqrt()
+    return noise * precision(hess, ess, damping, floor).rsqrt()
 
 
 class Step(NamedTuple):
@@ -75,6 +81,9 @@ def natural_gradient_step(
     damping: Scalar,
     prior_mean: Scalar,
     clip_radius: float,
+    floor: Scalar = 0.0,
+    start_weight: float = 1.0,
+    gradient_scale: float | None = None,
     riemannian: bool = False,
 ) -> Step:
     """One step from ĝ (``grad``) and ĥ (``hess_estimate``), the averages over this step's samples.
@@ -85,9 +94,13 @@ def natural_gradient_step(
     """
     beta1, beta2 = betas
     average = _riemannian_average if riemannian else _clamped_average
-    new_hess = average(hess, hess_estimate, 1 - beta2, damping)
+    new_hess = average(hess, hess_estimate, newest_weight(beta2, step, start_weight), damping)
     new_momentum, debiased = _averaged(momentum, grad, beta1, step)
-    direction = (debiased + damping * (mean - prior_mean)) / (new_hess + damping)
+    if gradient_scale is None:
+        divisor = _not_below(new_hess + damping, floor)
+    else:
+        divisor = (new_hess / gradient_scale).clamp_min(0).sqrt() + damping
+    direction = (debiased + damping * (mean - prior_mean)) / divisor
     return _bounded_step(mean, hess, momentum, grad, new_hess, new_momentum, direction, lr, clip_radius)
 
 
@@ -104,11 +117,15 @@ def vadam_step(
     damping: Scalar,
     prior_mean: Scalar,
     clip_radius: float,
+    floor: Scalar = 0.0,
+    start_weight: float = 1.0,
+    gradient_scale: float | None = None,
 ) -> Step:
     """Vadam's step: Adam's, with the prior's pull inside the momentum average.
 
     m ← β₁m + (1−β₁)(ĝ + δ(μ−m₀)), h ← β₂h + (1−β₂)ĥ, μ ← μ − lr·m̂/(√ĥ + δ), where hats over averages are their
-    debiased values m/(1−β₁ᵗ) and h/(1−β₂ᵗ). Arguments are those of :func:`natural_gradient_step`.
+    debiased values m/(1−β₁ᵗ) and h/(1−β₂ᵗ). Arguments are those of :func:`natural_gradient_step`, of which the last
+    three have no meaning here.
     """
     beta1, beta2 = betas
     new_hess = _clamped_average(hess, hess_estimate, 1 - beta2, damping)
@@ -133,12 +150,33 @@ def _weight_so_far(beta: float, step: Scalar) -> Scalar:
     return 1 - beta**step
 
 
-def _clamped_average(hess: Tensor, estimate: Tensor, weight: float, damping: Scalar) -> Tensor:
+def newest_weight(beta: float, step: Scalar, start_weight: float) -> Scalar:
+    """(1−β)/(1−(1−w₀)βᵗ): what the newest value weighs in an average whose start has the weight w₀ of all before it.
+
+    The weights of all values sum up to Wₜ = βWₜ₋₁ + (1−β) with W₀ = w₀, and the average stays divided by it.
+
+    >>> newest_weight(0.9, 1, 1.0), newest_weight(0.5, 1, 0.0), newest_weight(0.5, 2, 0.0)
+    (0.09999999999999998, 1.0, 0.6666666666666666)
+    """
+    if start_weight == 1:
+        return 1 - beta
+    known = _weight_so_far(beta, step)
+    return (1 - beta) / (known + start_weight * (1 - known))
+
+
+def _not_below(value: Tensor, floor: Scalar) -> Tensor:
+    """The larger of the two; NaN stays, to be found."""
+    if isinstance(floor, Tensor):
+        return torch.maximum(value, floor)
+    return value.clamp_min(floor) if floor > 0 else value
+
+
+def _clamped_average(hess: Tensor, estimate: Tensor, weight: Scalar, damping: Scalar) -> Tensor:
     """h + (1−β₂)(ĥ−h), not below zero; ``weight`` is 1−β₂."""
     return torch.lerp(hess, estimate, weight).clamp_min(0)
 
 
-def _riemannian_average(hess: Tensor, estimate: Tensor, weight: float, damping: Scalar) -> Tensor:
+def _riemannian_average(hess: Tensor, estimate: Tensor, weight: Scalar, damping: Scalar) -> Tensor:
     """h + (1−β₂)(ĥ−h) + ½(1−β₂)²(ĥ−h)²/(h+δ): at least half of h+δ stays, whatever ĥ is."""
     change = weight * (estimate - hess)
     floor = -(1 - LEAST_PRECISION) * damping

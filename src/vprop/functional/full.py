@@ -96,15 +96,18 @@ def natural_gradient_step(
     damping: Scalar,
     prior_mean: Scalar,
     clip_radius: Scalar,
+    newest_weight: float | None = None,
 ) -> Step | None:
     """One step from ĝ (``grad``) and Ĥ (``hess_estimate``), the averages over this step's samples.
 
-    ``None`` if anything is not finite: every weight depends on every other one, so none can be left out by itself.
+    ``newest_weight`` is what Ĥ weighs in the average, 1−β₂ if it is not given. The result is ``None`` if anything is
+    not finite: every weight depends on every other one, so none can be left out by itself.
     """
     if not bool(torch.isfinite(grad).all() & torch.isfinite(hess_estimate).all()):
         return None
     beta1, beta2 = betas
-    curvature = factorize(torch.lerp(hess, hess_estimate, 1 - beta2), damping)
+    weight = 1 - beta2 if newest_weight is None else newest_weight
+    curvature = factorize(torch.lerp(hess, hess_estimate, weight), damping)
     new_momentum, debiased = None, grad
     if momentum is not None:
         new_momentum = torch.lerp(momentum, grad, 1 - beta1)

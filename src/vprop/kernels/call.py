@@ -33,11 +33,15 @@ class Rule(enum.IntEnum):
     RIEMANNIAN = 1
     """the natural-gradient step with the term that keeps h+δ positive"""
     VADAM = 2
+    CLAMPED_ROOT = 3
+    """the first, divided as Adam does: by √(h/M) + δ"""
+    RIEMANNIAN_ROOT = 4
+    """the second, likewise"""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Which noise, and how wide: θ = μ + sign·ε·σ with σ² = 1/(ess·(h+δ))."""
+    """Which noise, and how wide: θ = μ + sign·ε·σ with σ² = 1/(ess·max(h+δ, f)), f the table's floor of the row."""
 
     seed: int
     source: int
@@ -64,6 +68,10 @@ class Step:
     clip_radius: float
     grad_sign: int
     """−1 if the gradients are of a function to be maximized. What is in ``Role.OTHER`` has its sign already."""
+    start_weight: float = 1.0
+    """What the start of the average of h weighs: 1, as all before the first step; 0, nothing."""
+    gradient_scale: float = 1.0
+    """M of a root rule."""
 
     @property
     def clips(self) -> bool:

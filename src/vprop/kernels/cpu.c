@@ -150,7 +150,7 @@ enum { WEIGHT, HESS, MOMENTUM, MEAN, PRIOR_MEAN, PRIOR_PRECISION, GRAD, OTHER, R
 enum { SIZE = ROLES, PARAMETER, FIRST_TILE, FIRST_BLOCK };
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 enum { SQUARE, PRICE, PAIR, GIVEN };
-enum { CLAMPED, RIEMANNIAN, VADAM };
+enum { CLAMPED, RIEMANNIAN, VADAM, CLAMPED_ROOT, RIEMANNIAN_ROOT, RULES };
 
 #define TILE 4096
 #define CHUNK 256 /* elements whose noise and roles fit into the first-level cache; divides TILE */
@@ -163,6 +163,7 @@ typedef struct {
     const int64_t *geometry; /* NULL, or [rows][9][dims]: sizes, then strides by role */
     int64_t dims;
     const int64_t *steps; /* [rows] */
+    const float *floors;  /* [rows]: what h+δ is not below */
     int64_t first_step;
     int32_t weight_type, grad_type;
 } Table;
@@ -178,6 +179,8 @@ typedef struct {
     Noise noise;
     int32_t sampled, curvature, rule, grad_sign;
     double scale, lr, beta1, beta2, clip_radius;
+    double start_weight;   /* what the start of the average of h weighs */
+    double gradient_scale; /* M of a root rule: √(h/M) is the size of a gradient */
 } Step;
 
 /* A chunk's roles in float32, in the order of the elements; NULL where there is none. It is passed by value, and so is
@@ -315,6 +318,7 @@ static void normals(float *out, int64_t first, int64_t count, const Draw *addres
 /* σ as float32 numbers; δ = damping, or λ/ess where there is a tensor of prior precisions. */
 typedef struct {
     float ess, inverse_ess, damping, least, sign;
+    float floor; /* of the row */
 } Width;
 
 static Width width_of(const Noise *noise, int sign) {
@@ -337,11 +341,16 @@ INLINE vf positive(const Width *width, const float *prior_precision, vf hess, vf
     return most_of(least, hess + damping);
 }
 
+/* 1/σ² = ess·max(h+δ, floor) */
+INLINE vf precision_of(const Width *width, const float *prior_precision, vf hess, vf damping) {
+    return width->ess * most_of(all(width->floor), positive(width, prior_precision, hess, damping));
+}
+
 /* ±σ·ε */
 INLINE vf offset_at(const Width *width, const Lanes *lane, const float *noise, int64_t i) {
     const float *prior_precision = lane->of[PRIOR_PRECISION];
     vf damping = damping_at(width, prior_precision, i);
-    vf precision = width->ess * positive(width, prior_precision, load(lane->of[HESS] + i), damping);
+    vf precision = precision_of(width, prior_precision, load(lane->of[HESS] + i), damping);
     return width->sign * (load(noise + i) * inverse_root(precision));
 }
 
@@ -364,7 +373,8 @@ static void restore(Lanes lane, const float *noise, int64_t n, Width width) {
 typedef struct {
     Width width;
     float grad_sign, noise_sign, scale, lr, clip_radius;
-    float weight1, weight2;           /* 1−β */
+    float weight1, weight2;           /* what the newest values weigh: 1−β, if all before count */
+    float inverse_gradient_scale;
     float debias_grad, debias_hess;   /* 1/(1−βᵗ) */
 } Update;
 
@@ -389,7 +399,7 @@ INLINE void update_as(
         if (curvature == SQUARE) {
             estimate = u.scale * (grad * grad);
         } else if (curvature == PRICE) {
-            vf precision = width->ess * positive(width, prior_precision, hess, damping);
+            vf precision = precision_of(width, prior_precision, hess, damping);
             estimate = grad * (u.noise_sign * load(noise + i)) * root(precision);
         } else if (curvature == PAIR) {
             vf other = load(lane.of[OTHER] + i), half = (other - grad) * 0.5f;
@@ -400,7 +410,7 @@ INLINE void update_as(
         }
 
         vf new_hess;
-        if (rule == RIEMANNIAN) {
+        if (rule == RIEMANNIAN || rule == RIEMANNIAN_ROOT) {
             vf change = u.weight2 * (estimate - hess), above = positive(width, prior_precision, hess, damping);
             vf floor = damping * (float)(LEAST_PRECISION - 1);
             new_hess = most_of(floor, hess + change + 0.5f * (change * change) / above);
@@ -415,8 +425,13 @@ INLINE void update_as(
             new_momentum = between(momentum, averaged, u.weight1);
             averaged = new_momentum * u.debias_grad;
         }
-        vf direction = rule == VADAM ? averaged / (root(new_hess * u.debias_hess) + damping)
-                                     : (averaged + pull) / (new_hess + damping);
+        vf direction;
+        if (rule == VADAM)
+            direction = averaged / (root(new_hess * u.debias_hess) + damping);
+        else if (rule == CLAMPED_ROOT || rule == RIEMANNIAN_ROOT)
+            direction = (averaged + pull) / (root(most_of(all(0), new_hess * u.inverse_gradient_scale)) + damping);
+        else
+            direction = (averaged + pull) / most_of(all(width->floor), new_hess + damping);
         unsigned clipped = bits_greater(most_of(direction, -direction), all(u.clip_radius)) & live;
         direction = most_of(all(-u.clip_radius), least_of(all(u.clip_radius), direction));
         vf new_mean = mean - u.lr * direction;
@@ -441,12 +456,13 @@ static void update(
     Lanes lane, const float *noise, int64_t n, const Update *u, int64_t counts[2], int curvature, int rule
 ) {
 #define RUN(c, r)                                                         \
-    case 3 * c + r:                                                       \
+    case RULES * c + r:                                                   \
         if (lane.of[MOMENTUM]) update_as(lane, noise, n, *u, counts, c, r, true); \
         else update_as(lane, noise, n, *u, counts, c, r, false);                  \
         break;
-#define RULES(c) RUN(c, CLAMPED) RUN(c, RIEMANNIAN) RUN(c, VADAM)
-    switch (3 * curvature + rule) { RULES(SQUARE) RULES(PRICE) RULES(PAIR) RULES(GIVEN) }
+#define EACH_RULE(c) \
+    RUN(c, CLAMPED) RUN(c, RIEMANNIAN) RUN(c, VADAM) RUN(c, CLAMPED_ROOT) RUN(c, RIEMANNIAN_ROOT)
+    switch (RULES * curvature + rule) { EACH_RULE(SQUARE) EACH_RULE(PRICE) EACH_RULE(PAIR) EACH_RULE(GIVEN) }
 }
 
 /* -- between tensors and chunks ----------------------------------------------------------------------------------- */
@@ -528,6 +544,7 @@ typedef struct {
     char *base[ROLES]; /* NULL where it has no such tensor */
     int type[ROLES];
     int64_t size, parameter, first_tile, first_block, step;
+    float floor;
     const int64_t *geometry;
     int64_t dims;
 } Row;
@@ -539,6 +556,7 @@ static Row row_of(const Table *table, int64_t number) {
         .first_tile = table->columns[FIRST_TILE * table->rows + number],
         .first_block = table->columns[FIRST_BLOCK * table->rows + number],
         .step = table->steps[number] + table->first_step,
+        .floor = table->floors[number],
         .geometry = table->geometry ? table->geometry + number * (ROLES + 1) * table->dims : NULL,
         .dims = table->dims,
     };
@@ -649,7 +667,7 @@ static int64_t elements_in(const Row *row, int64_t low, int64_t high, int64_t *f
 
 /* Writes a sample into the weights (direction 1), or takes it out again (−1). */
 void perturb(const Table *table, const Noise *noise, int32_t direction, int64_t low, int64_t high) {
-    const Width width = width_of(noise, noise->sign);
+    Width width = width_of(noise, noise->sign);
     float values[CHUNK + GROUP] __attribute__((aligned(64)));
     Chunk chunk;
     for (int64_t number = row_with(table, low); starts_before(table, number, high); number++) {
@@ -657,6 +675,7 @@ void perturb(const Table *table, const Noise *noise, int32_t direction, int64_t 
         int64_t first, stop = elements_in(&row, low, high, &first);
         const Draw draw = draw_of(noise->seed, row.parameter, row.step, noise->source);
         const bool has_mean = row.base[MEAN];
+        width.floor = row.floor;
         EACH_CHUNK(first, stop, n) {
             open_chunk(&chunk, &row, first, n, BIT(WEIGHT) | BIT(HESS) | BIT(MEAN) | BIT(PRIOR_PRECISION));
             if (direction > 0 || !has_mean) normals(values, 4 * row.first_block + first, n, &draw, chunk.lane);
@@ -671,8 +690,15 @@ void perturb(const Table *table, const Noise *noise, int32_t direction, int64_t 
     }
 }
 
-/* 1/(1−βᵗ) without the rounding of a difference. */
-static float debias(double beta, int64_t step) { return beta > 0 ? (float)(-1 / expm1((double)step * log(beta))) : 1; }
+/* 1−βᵗ without the rounding of a difference. */
+static double weight_so_far(double beta, int64_t step) { return beta > 0 ? -expm1((double)step * log(beta)) : 1; }
+
+/* What the newest value weighs in the average of h, which may forget its start. */
+static double newest_weight(const Step *step, int64_t count) {
+    if (step->start_weight == 1) return 1 - step->beta2;
+    double known = weight_so_far(step->beta2, count);
+    return (1 - step->beta2) / (known + step->start_weight * (1 - known));
+}
 
 /* One update of mean and curvature; adds to `counts` how many elements were unusable, and clipped. */
 void step(const Table *table, const Step *step, int64_t low, int64_t high, int64_t counts[2]) {
@@ -685,7 +711,7 @@ void step(const Table *table, const Step *step, int64_t low, int64_t high, int64
         .lr = (float)step->lr,
         .clip_radius = (float)step->clip_radius,
         .weight1 = (float)(1 - step->beta1),
-        .weight2 = (float)(1 - step->beta2),
+        .inverse_gradient_scale = (float)(1 / step->gradient_scale),
     };
     float values[CHUNK + GROUP] __attribute__((aligned(64)));
     Chunk chunk;
@@ -700,9 +726,11 @@ void step(const Table *table, const Step *step, int64_t low, int64_t high, int64
             roles |= BIT(MOMENTUM) | BIT(PRIOR_MEAN) | BIT(GRAD);
             written |= BIT(HESS) | BIT(MOMENTUM);
             if (step->curvature == PAIR || step->curvature == GIVEN) roles |= BIT(OTHER);
-            u.debias_grad = debias(step->beta1, row.step);
-            u.debias_hess = debias(step->beta2, row.step);
+            u.debias_grad = (float)(1 / weight_so_far(step->beta1, row.step));
+            u.debias_hess = (float)(1 / weight_so_far(step->beta2, row.step));
+            u.weight2 = (float)newest_weight(step, row.step);
         }
+        u.width.floor = row.floor;
         EACH_CHUNK(first, stop, n) {
             open_chunk(&chunk, &row, first, n, roles);
             if (needs_noise) normals(values, 4 * row.first_block + first, n, &draw, chunk.lane);
@@ -728,4 +756,4 @@ void normal(
 }
 
 /* What the caller must agree on: the sizes of the structures above, and a number that changes with their meaning. */
-int64_t layout(void) { return 2 + ((int64_t)sizeof(Step) << 16) + ((int64_t)sizeof(Table) << 32); }
+int64_t layout(void) { return 3 + ((int64_t)sizeof(Step) << 16) + ((int64_t)sizeof(Table) << 32); }

@@ -64,6 +64,7 @@ class _Table(ctypes.Structure):
         ("geometry", ctypes.c_void_p),
         ("dims", ctypes.c_int64),
         ("steps", ctypes.c_void_p),
+        ("floors", ctypes.c_void_p),
         ("first_step", ctypes.c_int64),
         ("weight_type", ctypes.c_int32),
         ("grad_type", ctypes.c_int32),
@@ -92,12 +93,14 @@ class _Step(ctypes.Structure):
         ("beta1", ctypes.c_double),
         ("beta2", ctypes.c_double),
         ("clip_radius", ctypes.c_double),
+        ("start_weight", ctypes.c_double),
+        ("gradient_scale", ctypes.c_double),
     )
 
 
 _Counts = ctypes.c_int64 * 2
 
-LAYOUT = 2 + (ctypes.sizeof(_Step) << 16) + (ctypes.sizeof(_Table) << 32)
+LAYOUT = 3 + (ctypes.sizeof(_Step) << 16) + (ctypes.sizeof(_Table) << 32)
 """As ``layout()`` in ``cpu.c``: a library of other sources would read these structures wrongly."""
 
 
@@ -209,6 +212,7 @@ def _table(table: Table) -> _Table:
             None if geometry is None else geometry.data_ptr(),
             table.dims,
             table.steps.data_ptr(),
+            table.floors.data_ptr(),
             0,
             _TYPES[table.weight_dtype],
             0,
@@ -232,6 +236,8 @@ def _step(step: Step) -> _Step:
         float(step.lr),
         *step.betas,
         step.clip_radius,
+        step.start_weight,
+        step.gradient_scale,
     )
 
 

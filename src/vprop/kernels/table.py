@@ -131,7 +131,7 @@ class Table:
     """The addresses of many tensors of one kind, on their device.
 
     ``steps`` counts the steps of each row, on the device, plus ``first_step`` for all of them. ``unusable`` and
-    ``clipped`` are where kernels count elements.
+    ``clipped`` are where kernels count elements. ``floors`` holds, for each row, what h+δ is not below.
     """
 
     def __init__(
@@ -147,6 +147,7 @@ class Table:
         self.rows, self.tiles = len(weights), 0
         self.roles = frozenset(fixed)
         self.steps, self.first_step = steps, 0
+        self.floors = torch.zeros(self.rows, dtype=torch.float32, device=self.device)
         sizes, first_tiles = [weight.numel() for weight in weights], []
         for size in sizes:
             first_tiles.append(self.tiles)

@@ -34,6 +34,8 @@ _PAIR = tl.constexpr(int(Curvature.PAIR))
 _GIVEN = tl.constexpr(int(Curvature.GIVEN))
 _RIEMANNIAN = tl.constexpr(int(Rule.RIEMANNIAN))
 _VADAM = tl.constexpr(int(Rule.VADAM))
+_CLAMPED_ROOT = tl.constexpr(int(Rule.CLAMPED_ROOT))
+_RIEMANNIAN_ROOT = tl.constexpr(int(Rule.RIEMANNIAN_ROOT))
 _LEAST_PRECISION = tl.constexpr(LEAST_PRECISION)
 
 
@@ -105,8 +107,8 @@ def _plus(x, factor, y):
 
 
 @triton.jit
-def _precision(hess, ess, damping):
-    return ess * tl.maximum(hess + damping, _LEAST_PRECISION * damping)
+def _precision(hess, ess, damping, floor):
+    return ess * tl.maximum(tl.maximum(hess + damping, _LEAST_PRECISION * damping), floor)
 
 
 @triton.jit
@@ -117,7 +119,7 @@ def _reconciled(mean, weight, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "first_step", "source", "sign", "key0", "key1", "ess", "damping"])
 def perturb_kernel(
-    columns, tile_rows, geometry, steps, rows, first_step, key0, key1, source, sign, ess, damping,
+    columns, tile_rows, geometry, steps, floors, rows, first_step, key0, key1, source, sign, ess, damping,
     RESTORE: tl.constexpr, DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -130,21 +132,22 @@ def perturb_kernel(
     start = tile_in_row * _TILE + (part % (_TILE // BLOCK)) * BLOCK
     step = first_step + tl.load(steps + row)
     parameter = tl.load(columns + _PARAMETER * rows + row)
+    floor = tl.load(floors + row)
     if start + BLOCK <= size:
         _perturb(
-            columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping,
+            columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping, floor,
             RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, False,
         )  # fmt: skip
     elif start < size:
         _perturb(
-            columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping,
+            columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping, floor,
             RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, True,
         )  # fmt: skip
 
 
 @triton.jit
 def _perturb(
-    columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping,
+    columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping, floor,
     RESTORE: tl.constexpr, DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +178,7 @@ def _perturb(
             damping = _read(precisions, mask, MASKED) / ess
         block = tl.load(columns + _FIRST_BLOCK * rows + row) + start // 4
         noise = normals(block, parameter, step, source, key0, key1, BLOCK // 4)
-        offset = noise * tl.rsqrt(_precision(hess, ess, damping))
+        offset = noise * tl.rsqrt(_precision(hess, ess, damping, floor))
         if RESTORE:
             sign = -sign
         _write(weights, _plus(mean, sign, offset), mask, MASKED)
@@ -184,15 +187,16 @@ def _perturb(
 @triton.jit(
     do_not_specialize=[
         "rows", "first_step", "source", "sign", "key0", "key1", "ess", "damping", "scale", "lr",
-        "weight1", "weight2", "log_beta1", "log_beta2", "clip_radius", "grad_sign",
+        "weight1", "weight2", "log_beta1", "log_beta2", "clip_radius", "grad_sign", "start_weight",
+        "inverse_gradient_scale",
     ]
 )  # fmt: skip
 def step_kernel(
-    columns, tile_rows, geometry, steps, unusable, clipped,
+    columns, tile_rows, geometry, steps, floors, unusable, clipped,
     rows, first_step, key0, key1, source, sign, ess, damping, scale, lr,
-    weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
+    weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign, start_weight, inverse_gradient_scale,
     SAMPLED: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
-    CLIPS: tl.constexpr, LR_ON_DEVICE: tl.constexpr,
+    CLIPS: tl.constexpr, FORGETS: tl.constexpr, LR_ON_DEVICE: tl.constexpr,
     DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
@@ -208,29 +212,29 @@ def step_kernel(
         lr = tl.load(lr).to(tl.float32)
     if start + BLOCK <= size:
         _step(
-            columns, geometry, steps, unusable, clipped, rows, row, start, size,
+            columns, geometry, steps, floors, unusable, clipped, rows, row, start, size,
             first_step, key0, key1, source, sign, ess, damping, scale, lr,
-            weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
-            SAMPLED, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
+            weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign, start_weight, inverse_gradient_scale,
+            SAMPLED, CURVATURE, RULE, CLIPS, FORGETS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
             HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, False,
         )  # fmt: skip
     elif start < size:
         _step(
-            columns, geometry, steps, unusable, clipped, rows, row, start, size,
+            columns, geometry, steps, floors, unusable, clipped, rows, row, start, size,
             first_step, key0, key1, source, sign, ess, damping, scale, lr,
-            weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
-            SAMPLED, CURVATURE, RULE, CLIPS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
+            weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign, start_weight, inverse_gradient_scale,
+            SAMPLED, CURVATURE, RULE, CLIPS, FORGETS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
             HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, True,
         )  # fmt: skip
 
 
 @triton.jit
 def _step(
-    columns, geometry, steps, unusable, clipped, rows, row, start, size,
+    columns, geometry, steps, floors, unusable, clipped, rows, row, start, size,
     first_step, key0, key1, source, sign, ess, damping, scale, lr,
-    weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign,
+    weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign, start_weight, inverse_gradient_scale,
     SAMPLED: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
-    CLIPS: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr,
+    CLIPS: tl.constexpr, FORGETS: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr, HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -240,6 +244,7 @@ def _step(
     count = first_step + tl.load(steps + row)
     parameter = tl.load(columns + _PARAMETER * rows + row)
     block = tl.load(columns + _FIRST_BLOCK * rows + row) + start // 4
+    floor = tl.load(floors + row)
 
     # All reads come first, so that they are under way while the noise is made. A parameter that takes no part has no
     # gradient: its curvature is read in place of it, and counts as zero.
@@ -281,7 +286,7 @@ def _step(
     if (SAMPLED and not HAS_MEAN) or CURVATURE == _PRICE:
         sampled_at = tl.where(takes_part, count - 1, count)
         noise = normals(block, parameter, sampled_at, source, key0, key1, BLOCK // 4)
-        precision = _precision(hess, ess, damping)
+        precision = _precision(hess, ess, damping, floor)
         deviation = tl.rsqrt(precision)
         if SAMPLED and not HAS_MEAN:
             mean = _plus(mean, -sign, noise * deviation)
@@ -309,12 +314,16 @@ def _step(
         distance = mean - _read(prior_means, mask, MASKED)
     else:
         distance = mean
-    if RULE == _RIEMANNIAN:
+    if FORGETS:
+        # wₜ = (1−β)/(1−βᵗ + w₀βᵗ), by its inverse; in the first steps of an average that forgets, it is near 1.
+        over_known = _over_weight_so_far(log_beta2, count)
+        weight2 = weight2 * over_known / (1.0 + start_weight * (over_known - 1.0))
+    if RULE == _RIEMANNIAN or RULE == _RIEMANNIAN_ROOT:
         change = weight2 * excess
         positive = tl.maximum(hess + damping, _LEAST_PRECISION * damping)
         new_hess = hess + change + 0.5 * (change * change) / positive
-        floor = (_LEAST_PRECISION - 1.0) * damping
-        new_hess = tl.where(new_hess < floor, floor, new_hess)  # NaN stays, to be found
+        least = (_LEAST_PRECISION - 1.0) * damping
+        new_hess = tl.where(new_hess < least, least, new_hess)  # NaN stays, to be found
     else:
         new_hess = _plus(hess, weight2, excess)
         new_hess = tl.where(new_hess < 0.0, 0.0, new_hess)
@@ -328,9 +337,14 @@ def _step(
     # The step.
     if RULE == _VADAM:
         direction = averaged / (tl.sqrt(new_hess * _over_weight_so_far(log_beta2, count)) + damping)
+    elif RULE == _CLAMPED_ROOT or RULE == _RIEMANNIAN_ROOT:
+        squared_size = new_hess * inverse_gradient_scale
+        squared_size = tl.where(squared_size < 0.0, 0.0, squared_size)
+        direction = _plus(averaged, damping, distance) / (tl.sqrt(squared_size) + damping)
     else:
         # x/y as x·(1/√y)², for y > 0: a third of the instructions of a division, and as exact to a unit or two.
-        root = tl.rsqrt(new_hess + damping)
+        bounded = new_hess + damping
+        root = tl.rsqrt(tl.where(bounded < floor, floor, bounded))
         direction = _plus(averaged, damping, distance) * (root * root)
     if CLIPS:
         too_far = tl.abs(direction) * present > clip_radius

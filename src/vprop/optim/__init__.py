@@ -8,6 +8,7 @@ from vprop.optim.ivon import IVON
 from vprop.optim.mean_field import MeanField
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.optim.vadam import Vadam
+from vprop.optim.vario import Vario
 from vprop.optim.vogn import VOGN
 from vprop.optim.von import VON
 from vprop.optim.vong import VONG
@@ -27,6 +28,7 @@ __all__ = [
     "MeanField",
     "Vadam",
     "VariationalOptimizer",
+    "Vario",
     "Vprop",
     "lr_find",
 ]

@@ -123,7 +123,7 @@ class TrainingLoops(Optimizer):
                     refusals.refuse_no_closure(closure)
                 loss = self._evaluate(closure)
             else:
-                steps = self._prepare()
+                steps, structure.examples = self._prepare(), None
                 if structure.needs_objective:
                     refusals.require_objective(type(self).__name__)
                 if sampling.drawn_samples < steps[0].samples:
@@ -156,6 +156,7 @@ class TrainingLoops(Optimizer):
         steps = self._prepare()
         if structure.needs_objective and not isinstance(closure, Objective):
             refusals.require_objective(type(self).__name__)
+        structure.examples = closure.examples_on_all_ranks() if isinstance(closure, Objective) else None
         losses: list[Any] = []
         try:
             for sample in range(max(1, steps[0].samples)):

@@ -26,7 +26,7 @@ from vprop.optim._arguments import (
     warn_of_shared_memory,
 )
 from vprop.optim._group_keys import check_entries, drop_duplicates
-from vprop.optim.hyperparameters import Hyperparameter, Shared, check_hyperparameters, check_samples, declared_in
+from vprop.optim.hyperparameters import Basic, Hyperparameter, check_hyperparameters, check_samples, declared_in
 from vprop.optim.loading import METHOD, check_is_mapping
 from vprop.optim.loops import LoopState, TrainingLoops, at_the_mean
 from vprop.optim.resolution import Resolution, check_sample_counts
@@ -53,7 +53,7 @@ class VariationalOptimizer(TrainingLoops):
     """
 
     structure: ClassVar[type[Structure]] = Diagonal
-    _hyperparameters: ClassVar[dict[str, Hyperparameter]] = declared_in(Shared)
+    _hyperparameters: ClassVar[dict[str, Hyperparameter]] = declared_in(Basic)
     """What the entries of a group are checked by."""
     _kept_when_loading: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that a checkpoint does not change."""

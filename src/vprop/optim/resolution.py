@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +86,13 @@ def resolved(optimizer: VariationalOptimizer, groups: list[dict[str, Any]]) -> l
     steps, number = [], 0
     for i, group in enumerate(groups):
         ess = group["num_data"] / group["temperature"]
+        rule, by_root = optimizer._rule(group), group.get("preconditioner") == "root"
         step = GroupStep(
             number=i,
             group=group,
             estimator=optimizer._curvature(group),
-            rule=optimizer._rule(group),
+            rule=rule,
+            kernel=rule.root_kernel if by_root else rule.kernel,
             ess=ess,
             prior_precision=group["prior_precision"],
             prior_mean=group["prior_mean"],
@@ -101,6 +104,12 @@ def resolved(optimizer: VariationalOptimizer, groups: list[dict[str, Any]]) -> l
             fused=_may_be_fused(optimizer, group),
             capturable=group["capturable"],
             rate_factor=optimizer._rate_factor(group, ess),
+            # Not every method has these.
+            batch_size=group.get("batch_size"),
+            divides_by_root=by_root,
+            init_steps=group.get("init_steps"),
+            hess_floor=group.get("hess_floor", 0.0),
+            noise_limit=group.get("noise_limit", math.inf),
         )
         fill_members(step, number)
         number += len(group["params"])

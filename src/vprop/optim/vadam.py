@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, MeanSquare
-from vprop.optim.hyperparameters import Shared, not_centered, with_hyperparameters
+from vprop.optim.hyperparameters import Floored, not_centered, with_hyperparameters
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import VADAM, Rule
 
@@ -54,7 +54,7 @@ class Vadam(VariationalOptimizer):
     True
     """
 
-    def __init__(self, params: ParamsT, lr: float | Tensor = 0.001, **hyperparameters: Unpack[Shared]) -> None:
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.001, **hyperparameters: Unpack[Floored]) -> None:
         super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:

@@ -114,6 +114,8 @@ class Structure(ABC):
         """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
         self.follows_priors = False
         """Whether a prior precision is to be changed after steps."""
+        self.examples: int | None = None
+        """How many examples the objective of this step has, on all ranks."""
         self._ranks_checked = False
 
     def take_over(self, former: Structure) -> None:
@@ -230,6 +232,24 @@ class Structure(ABC):
     def steps_of(self, p: Tensor) -> int:
         """How many steps a parameter has made."""
         return int(self.state[p]["step"]) if self.state.get(p) else 0
+
+    # -- mini-batches ------------------------------------------------------------------------------------------
+
+    def batch_size_of(self, step: GroupStep) -> float | None:
+        """M, how many independent examples this step's gradients are a mean of; ``None`` if nobody said so."""
+        if step.batch_size != "objective":
+            return step.batch_size  # type: ignore[return-value]
+        if self.examples is None:
+            raise ValueError(
+                'batch_size="objective" needs step(vprop.Objective(...)), which knows its batch. With other closures '
+                "and loops, give batch_size as a number."
+            )
+        return self.examples
+
+    def factor_of(self, step: GroupStep) -> float:
+        """What an estimator multiplies by: N/τ, or M."""
+        size = self.batch_size_of(step) if step.estimator.counts_examples else None
+        return step.ess if size is None else size
 
     # -- parts of samples, steps and posteriors ----------------------------------------------------------------
 

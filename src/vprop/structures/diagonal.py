@@ -75,22 +75,24 @@ def _take_out(sample: PackedSample) -> None:
 
 def _direct(step: GroupStep) -> tuple[Curvature, float] | None:
     """How a kernel makes ĥ of the gradients of a step, if it can without our folding them."""
-    if step.rule.kernel is None or step.own_noise or callable(step.rate_factor):
+    if step.kernel is None or step.own_noise or callable(step.rate_factor):
         return None
-    return curvature_in_kernel(step.estimator, step.samples, step.ess)
+    known = step.batch_size if step.estimator.counts_examples else None
+    return curvature_in_kernel(step.estimator, step.samples, known if isinstance(known, float) else step.ess)
 
 
 class Diagonal(PortableDiagonal):
     """A diagonal Gaussian, by kernels where they can.
 
-    State per parameter: ``step`` (int64), ``hess`` (h), ``momentum`` if β₁ > 0, and ``mean`` (float32) for bfloat16
-    and float16 weights, which are too coarse to hold it.
+    State per parameter: ``step`` (int64), ``hess`` (h), ``momentum`` if β₁ > 0, ``mean`` (float32) for bfloat16 and
+    float16 weights, which are too coarse to hold it, and ``size`` (one number) where ``noise_limit`` is relative to it.
     """
 
     state_spec: ClassVar[Mapping[str, TensorSpec]] = {
         "hess": TensorSpec(needed=True),
         "momentum": TensorSpec(),
         "mean": MEAN,
+        "size": TensorSpec(like_parameter=False, shape=()),
     }
     has_kernels = True
     takes_sharded = True
@@ -120,6 +122,8 @@ class Diagonal(PortableDiagonal):
         packed = []
         for pack in packs:
             pack.look_at_counts()
+            if pack.sizes is not None:
+                pack.look_at_sizes()
             if pack.is_captured():
                 self._captured.append(pack.table)
             packed.append(PackedSample(pack, noise_of(pack.step, sample, Stream.TRAINING), pack.table))
@@ -210,7 +214,7 @@ class Diagonal(PortableDiagonal):
     def _job(self, pack: Pack, active: PackedSample | None) -> Job | None:
         """What a kernel is asked to do for a pack; ``None`` if the update is not one that it knows."""
         step, group = pack.step, pack.group
-        if step.rule.kernel is None or callable(step.rate_factor):
+        if step.kernel is None or callable(step.rate_factor):
             return None
         direct, others = pack.direct, list[Tensor | None]()
         grads: list[Tensor | None]
@@ -224,6 +228,8 @@ class Diagonal(PortableDiagonal):
             ]
         else:
             (curvature, scale), grads = direct, pack.gradients()
+            if step.batch_size == "objective" and step.estimator.counts_examples:
+                scale = self.factor_of(step)
             if curvature is Curvature.PAIR:
                 others = self._pair_partners(pack, grads)
         noise = noise_of(step, max(1, step.samples) - 1, Stream.TRAINING)
@@ -232,11 +238,13 @@ class Diagonal(PortableDiagonal):
             sampled=active is not None and active.done and active.noise == noise and active.means is None,
             curvature=curvature,
             scale=scale,
-            rule=step.rule.kernel,
+            rule=step.kernel,
             lr=group["lr"] if step.rate_factor == 1.0 else group["lr"] * step.rate_factor,
             betas=group["betas"],
             clip_radius=group["clip_radius"],
             grad_sign=-1 if step.maximize and direct is not None else 1,
+            start_weight=1.0 if step.init_steps is None else step.start_weight,
+            gradient_scale=self.batch_size_of(step) or 1.0 if step.divides_by_root else 1.0,
         )
         return Job(pack, request, grads, others)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vprop.curvature import CurvatureEstimator, Evidence, Folded
 from vprop.functional import full
+from vprop.functional.diagonal import newest_weight
 from vprop.objective import Objective
 from vprop.parallel.ranks import average_over_ranks, mean_so_far
 from vprop.posterior import FullPosterior, GaussianPrior
@@ -223,7 +224,7 @@ class Full(Structure):
         if folded is None:
             return
         size = len(folded.grad)
-        estimate = self._estimator.hess(folded, everyone[0].ess).reshape(size, size)
+        estimate = self._estimator.hess(folded, self.factor_of(everyone[0].step)).reshape(size, size)
         if self._shared_gradient is not None:
             folded.grad = self._shared_gradient
             self.require_averaged([folded.grad])
@@ -247,6 +248,7 @@ class Full(Structure):
             damping=damping,
             prior_mean=_flat([_like(member, member.prior_mean) for member in members]),
             clip_radius=_flat([_like(member, member.group["clip_radius"]) for member in members]),
+            newest_weight=self._newest_weight(members),
         )
         if new is None:
             self.count_unusable(torch.tensor(size, device=grad.device))
@@ -256,8 +258,14 @@ class Full(Structure):
         for member, piece in zip(members, _pieces(new.clipped, members), strict=True):
             if not math.isinf(member.group["clip_radius"]):
                 self.clipped.setdefault(member.group_number, []).append((piece.sum(), piece.numel()))
-        matrix.write_(new.curvature.hess, decay=betas[1])
+        matrix.write_(new.curvature.hess, decay=1 - self._newest_weight(members))
         self._kept_factor = KeptFactor.of(matrix, damping, new.curvature.factor)
+
+    def _newest_weight(self, members: list[Member]) -> float:
+        """What Ĥ of this step, which is counted already, weighs in the average."""
+        step = members[0].step
+        count = max(int(self.state[member.p]["step"]) for member in members)
+        return float(newest_weight(step.group["betas"][1], count, step.start_weight))
 
     def _momentum(self, members: list[Member], grad: Tensor, beta1: float) -> tuple[Tensor | None, Tensor | float]:
         """The momentum average before the step, and the step's number for every weight."""

@@ -27,7 +27,7 @@ _DTYPE = attrgetter("dtype")
 def curvature_in_kernel(estimator: CurvatureEstimator, samples: int, ess: float) -> tuple[Curvature, float] | None:
     """How a kernel makes ĥ of the gradients themselves, with its factor; ``None`` if the samples must be folded.
 
-    By exact type: a subclass may fold differently.
+    ``ess`` is N/τ, or M, as for :meth:`CurvatureEstimator.hess`. By exact type: a subclass may fold differently.
     """
     kind = type(estimator)
     if samples <= 1 and kind is SquaredGradient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from vprop import noise
 from vprop.curvature import CurvatureEstimator
+from vprop.kernels.call import Rule as KernelRule
 from vprop.objective import Objective
 from vprop.parallel.ranks import rank_and_count
 from vprop.parallel.sharding import local_grad, to_local
@@ -51,6 +53,18 @@ class GroupStep:
     """Whether step counts are on the device."""
     rate_factor: RateFactor
     """What ``lr`` is multiplied by."""
+    batch_size: float | str | None = None
+    """M; "objective": as many as the objective of a step has; ``None``: squared gradients stand for all N."""
+    divides_by_root: bool = False
+    """Whether the step divides as Adam does."""
+    kernel: KernelRule | None = None
+    """What kernels call the update; ``None`` if they do not have it."""
+    init_steps: float | None = None
+    """How many steps the first curvature counts for; ``None``: as many as the average remembers."""
+    hess_floor: float = 0.0
+    """What h+δ is not below."""
+    noise_limit: float = math.inf
+    """What σ is not above, as a share of the root mean square of a parameter's weights."""
     members: list[Member] = field(default_factory=list)
     noises: dict[Any, Any] = field(default_factory=dict)
     """What kernels are told of the noise of a sample, by sample: it is the same in every step."""
@@ -59,6 +73,13 @@ class GroupStep:
     def damping(self) -> float:
         """δ = λ/ess, where λ is a number."""
         return self.prior_precision / self.ess
+
+    @property
+    def start_weight(self) -> float:
+        """What the first curvature weighs, of the weights of all values that the average remembers."""
+        if self.init_steps is None:
+            return 1.0
+        return min(1.0, self.init_steps * (1 - self.group["betas"][1]))
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from vprop.noise import Draw, Stream, source_word
 from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.sharding import block_of, local_grad, to_local
 from vprop.precision import compute_dtype
+from vprop.structures import floors
 from vprop.structures.members import GroupStep, Member, State, gradient_of, local_state, signed_sample
 from vprop.structures.written import Written
 
@@ -67,11 +68,44 @@ class Pack:
         steps = self.counts if self._own_steps else torch.zeros(len(members), dtype=torch.int64, device=device)
         blocks = [_first_block(member) for member in members] if self.is_sharded else None
         self.table = Table([member.number for member in members], fixed, steps, blocks)  # type: ignore[arg-type]
+        self.sizes: Tensor | None = None
+        """Of the weights of each parameter, where the floor is relative to them."""
+        if floors.is_relative(self.step):
+            self._take_sizes()
+        self.take_floors()
         self._addresses = self._current_addresses()
         self.has_momentum = Role.MOMENTUM in self.table.roles
         """Whether the state holds an average of the gradients."""
         self.probe = _corner(max(self.params, key=Tensor.numel).detach())
         """Some weights, to see by whether a kernel was at work when an interrupt came."""
+
+    def _take_sizes(self) -> None:
+        """Let the sizes of the parameters be views of one tensor, as the step counts are."""
+        for member, state in zip(self.members, self.states, strict=True):
+            if "size" not in state:
+                state["size"] = floors.size_of(member.p)
+        self.sizes = torch.stack([state["size"] for state in self.states])
+        for state, size in zip(self.states, self.sizes.unbind(), strict=True):
+            state["size"] = size
+        self._getters.append(itemgetter("size"))
+
+    def take_floors(self) -> None:
+        """Tell the table what h+δ is not below. In place: a captured CUDA graph reads it there."""
+        floor = floors.floor_of(self.step, self.sizes)
+        if isinstance(floor, Tensor):
+            self.table.floors.copy_(floor)
+        else:
+            self.table.floors.fill_(floor)
+
+    def look_at_sizes(self) -> None:
+        """Bring the sizes of the weights, which hold the mean, up to date now and then, and the floors with them."""
+        assert self.sizes is not None
+        due = self.counts % floors.STEPS_BETWEEN_LOOKS == 0
+        if not self.step.capturable and not bool(due.any()):
+            return
+        now = torch.stack([floors.size_of(p) for p in self.owners])
+        self.sizes.copy_(torch.where(due.to(now.device), now, self.sizes))
+        self.take_floors()
 
     def _current_addresses(self) -> list[list[Any]]:
         # Nothing but built-in functions: a model can have thousands of tensors, and this is done twice a step.
@@ -204,6 +238,7 @@ class Packs:
             pack.members = [new[pack.step.number, member.position] for member in pack.members]
             pack.step = pack.members[0].step
             pack.direct = self._direct_of(pack.step)
+            pack.take_floors()
         self.others = [new[member.group_number, member.position] for member in self.others]
         self._groups = list(groups)
 
@@ -214,6 +249,7 @@ def _alike(step: GroupStep, other: GroupStep) -> bool:
         step.group is other.group
         and step.fused == other.fused
         and step.capturable == other.capturable
+        and floors.is_relative(step) == floors.is_relative(other)
         and len(step.members) == len(other.members)
         and all(map(_same_place, step.members, other.members))
         and all(
@@ -342,8 +378,9 @@ class PackedSample:
             step = count if pack.step.capturable else int(count)
             draw = Draw(noise.seed, member.number, step, noise.source & (2**30 - 1), Stream(noise.source >> 30))
             damping = noise.damping if pack.prior_precision is None else pack.prior_precision[i] / noise.ess
+            floor = self.table.floors[i].clone()
             mean = to_local(state.get("mean")) if self.means is None else self.means[i]
-            entries.append(Written(member, draw, noise.sign, pack.hess[i], noise.ess, damping, mean, done=True))
+            entries.append(Written(member, draw, noise.sign, pack.hess[i], noise.ess, damping, floor, mean, done=True))
         return entries
 
 

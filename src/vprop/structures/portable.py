@@ -17,10 +17,11 @@ from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.ranks import average_over_ranks, mean_so_far
 from vprop.parallel.sharding import sharded_like, to_local
 from vprop.precision import compute_dtype
+from vprop.structures import floors
 from vprop.structures.base import Structure, folded_before
 from vprop.structures.checks import broken
 from vprop.structures.members import GroupStep, Member, State, draw_of, gradient_of, local_state, mean_of, members_of
-from vprop.structures.written import Written, bundles_of
+from vprop.structures.written import Written, bundles_of, like_parameter
 
 
 @dataclass
@@ -59,6 +60,8 @@ class PortableDiagonal(Structure):
         p, state = member.p, super().new_state(member)
         dtype = self.state_spec["hess"].dtype_for(p)
         state["hess"] = torch.full_like(p, member.group["hess_init"], dtype=dtype, requires_grad=False)
+        if floors.is_relative(member.step):
+            state["size"] = floors.size_of(p)
         return state
 
     def make_state(self) -> None:
@@ -79,6 +82,8 @@ class PortableDiagonal(Structure):
 
     def _written(self, member: Member, sample: int, evaluation_draw: int | None) -> Written:
         state = local_state(self.state_of(member) if evaluation_draw is None else self.peek_state(member))
+        if evaluation_draw is None and floors.is_relative(member.step):
+            self._look_at_size(member)
         mean = None
         if "mean" in state:
             mean = mean_of(member.local, state)
@@ -89,9 +94,24 @@ class PortableDiagonal(Structure):
         draw, sign = draw_of(member, state, sample, evaluation_draw)
         return Written(member, draw, sign, *self._width(member, state), mean)
 
-    def _width(self, member: Member, state: State) -> tuple[Tensor, float, float | Tensor]:
-        """(h, ess, δ), which make σ² = 1/(ess·(h+δ))."""
-        return state["hess"], member.ess, to_local(member.damping)
+    def _width(self, member: Member, state: State) -> tuple[Tensor, float, float | Tensor, float | Tensor]:
+        """(h, ess, δ, f), which make σ² = 1/(ess·max(h+δ, f))."""
+        size = state.get("size")
+        if size is None and floors.is_relative(member.step):  # asked for since the last step
+            size = floors.size_of(member.p)
+        return state["hess"], member.ess, to_local(member.damping), floors.floor_of(member.step, size)
+
+    def _look_at_size(self, member: Member) -> None:
+        """Bring the size of the weights, which hold the mean, up to date now and then."""
+        state = self.state_of(member)
+        if "size" not in state:
+            state["size"] = floors.size_of(member.p)
+        as_tensor = member.step.capturable or torch.compiler.is_compiling()
+        due = state["step"] % floors.STEPS_BETWEEN_LOOKS == 0
+        if as_tensor:
+            state["size"].copy_(torch.where(due.to(state["size"].device), floors.size_of(member.p), state["size"]))
+        elif bool(due):
+            state["size"].copy_(floors.size_of(member.p))
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -171,7 +191,8 @@ class PortableDiagonal(Structure):
         estimator, precision = member.step.estimator, None
         if estimator.needs_noise:
             precision = diagonal.precision(*self._width(member, state))
-        return estimator.hess(folded, member.ess, precision).to(state["hess"].dtype).expand_as(state["hess"])
+        factor = self.factor_of(member.step)
+        return estimator.hess(folded, factor, precision).to(state["hess"].dtype).expand_as(state["hess"])
 
     def _update_unfused(self, members: list[Member]) -> None:
         ready = []
@@ -195,19 +216,23 @@ class PortableDiagonal(Structure):
         hess = gather([s["hess"] for s in states])
         damping = gather_or_number([to_local(item.member.damping) for item in bundle])
         momentum = gather([state["momentum"] for state in states]) if group["betas"][0] > 0 else None
-        debiased = momentum is not None or step.rule.debiases_hess
+        floor = gather_or_number([like_parameter(self._width(i.member, i.state)[3], i.state["hess"]) for i in bundle])
+        debiased = momentum is not None or step.rule.debiases_hess or step.start_weight < 1
         new = step.rule.function(
             gather([mean_of(item.member.local, item.state) for item in bundle]),
             hess,
             momentum,
             statistics.grad,
-            self._bundled_estimate(bundle, statistics, hess, damping),
+            self._bundled_estimate(bundle, statistics, hess, damping, floor),
             step=_steps(states) if debiased else 1.0,
             lr=group["lr"] * (rate(damping) if callable(rate) else rate),
             betas=group["betas"],
             damping=damping,
             prior_mean=gather_or_number([to_local(item.member.prior_mean) for item in bundle]),
             clip_radius=group["clip_radius"],
+            floor=floor,
+            start_weight=step.start_weight,
+            gradient_scale=self.batch_size_of(step) if step.divides_by_root else None,
         )
         scatter_([item.member.local for item in bundle], new.mean)
         scatter_([state["hess"] for state in states], new.hess)
@@ -221,15 +246,20 @@ class PortableDiagonal(Structure):
             self.clipped.setdefault(step.number, []).append((new.clipped, size))
 
     def _bundled_estimate(
-        self, bundle: list[_Ready], statistics: Folded, hess: Tensor, damping: float | Tensor
+        self,
+        bundle: list[_Ready],
+        statistics: Folded,
+        hess: Tensor,
+        damping: float | Tensor,
+        floor: float | Tensor,
     ) -> Tensor:
         """ĥ of parameters that are gathered into flat tensors."""
         averaged = [self._estimates.get(item.member.p) for item in bundle]
         if averaged[0] is not None:  # a bundle is of one group
             return gather([estimate for estimate in averaged if estimate is not None])
         step = bundle[0].member.step
-        precision = diagonal.precision(hess, step.ess, damping) if step.estimator.needs_noise else None
-        return step.estimator.hess(statistics, step.ess, precision)
+        precision = diagonal.precision(hess, step.ess, damping, floor) if step.estimator.needs_noise else None
+        return step.estimator.hess(statistics, self.factor_of(step), precision)
 
     def _match_momentum(self, member: Member, partner: Tensor | None) -> None:
         """Let a parameter have a momentum if β₁ > 0, and none otherwise.

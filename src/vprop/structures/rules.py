@@ -17,12 +17,16 @@ class Rule:
     function: Callable[..., diagonal.Step]
     kernel: KernelRule | None = None
     """What kernels call it; ``None`` if they do not have it."""
+    root_kernel: KernelRule | None = None
+    """The same where it divides by the root of the curvature."""
     debiases_hess: bool = False
     """Whether it corrects the average of the curvature for its start, and so needs the step count."""
     averages_pull: bool = False
     """Whether the momentum averages ĝ + δ(μ−m₀), and not ĝ alone."""
 
 
-NATURAL = Rule(diagonal.natural_gradient_step, KernelRule.CLAMPED)
-RIEMANNIAN = Rule(partial(diagonal.natural_gradient_step, riemannian=True), KernelRule.RIEMANNIAN)
+NATURAL = Rule(diagonal.natural_gradient_step, KernelRule.CLAMPED, KernelRule.CLAMPED_ROOT)
+RIEMANNIAN = Rule(
+    partial(diagonal.natural_gradient_step, riemannian=True), KernelRule.RIEMANNIAN, KernelRule.RIEMANNIAN_ROOT
+)
 VADAM = Rule(diagonal.vadam_step, KernelRule.VADAM, debiases_hess=True, averages_pull=True)

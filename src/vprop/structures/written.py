@@ -22,7 +22,8 @@ KEPT_ELEMENTS = 1 << 20
 class Written:
     """A parameter that holds a sample, with all that is needed to generate its noise again.
 
-    ``ess`` and ``damping`` are those of the moment of writing: a group can be edited while the sample is active.
+    ``ess``, ``damping`` and ``floor`` are those of the moment of writing: a group can be edited while the sample is
+    active.
     """
 
     member: Member
@@ -31,6 +32,7 @@ class Written:
     hess: Tensor
     ess: float
     damping: float | Tensor
+    floor: float | Tensor
     mean: Tensor | None
     offset: Tensor | None = None
     """σ·ε, kept where the whole sample is so small that generating it again would only cost time."""
@@ -54,6 +56,11 @@ def bundles_of(items: list[_Item]) -> Iterator[list[_Item]]:
         size=lambda item: item.member.local.numel(),
         limit=lambda item: limit_for(item.member.group["foreach"], item.member.local.device),
     )
+
+
+def like_parameter(value: float | Tensor, parameter: Tensor) -> float | Tensor:
+    """A number as it is, and a tensor of one as one that can be gathered with the others'."""
+    return value.expand_as(parameter) if isinstance(value, Tensor) else value
 
 
 def write(entries: list[Written]) -> None:
@@ -107,5 +114,6 @@ def _offset(bundle: list[Written]) -> Tensor:
         gather([noises[i] for i in range(len(bundle))]),
         bundle[0].ess,
         gather_or_number([entry.damping for entry in bundle]),
+        gather_or_number([like_parameter(entry.floor, entry.hess) for entry in bundle]),
     )
     return perturbation.mul_(bundle[0].sign)

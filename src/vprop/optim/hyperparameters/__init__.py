@@ -3,10 +3,12 @@
 from vprop.optim.hyperparameters.checks import check_hyperparameters, check_samples, not_centered
 from vprop.optim.hyperparameters.constructors import with_hyperparameters
 from vprop.optim.hyperparameters.declaration import Hyperparameter, declared_in
-from vprop.optim.hyperparameters.shared import LR, Shared, SharedByFull
+from vprop.optim.hyperparameters.shared import LR, Basic, Floored, Shared, SharedByFull
 
 __all__ = [
     "LR",
+    "Basic",
+    "Floored",
     "Hyperparameter",
     "Shared",
     "SharedByFull",

@@ -126,6 +126,17 @@ def sample_count(name: str, group: dict[str, Any]) -> None:
         raise invalid(name, group[name], "an integer >= 0 (and below 2**30)", remedy)
 
 
+def batch_size(name: str, group: dict[str, Any]) -> None:
+    """A number of examples, or that the objective knows it."""
+    value = group[name]
+    if value is None or (isinstance(value, str) and value == "objective"):
+        return
+    if not is_number(value) or not 1 <= value < math.inf:
+        remedy = "Pass the rows of a mini-batch, e.g. batch_size=loader.batch_size."
+        raise invalid(name, value, 'a number >= 1, "objective" or None', remedy)
+    group[name] = float(value)
+
+
 def not_centered(optimizer: str, why: str) -> dict[str, Any]:
     """What is otherwise with ``centered`` in a method whose curvature is no spread of gradients."""
     remedy = "Its curvature is no spread of gradients; Vprop and VONG can be centred."
@@ -163,6 +174,13 @@ def fisher_or_centered(name: str, group: dict[str, Any]) -> None:
     """One of the two curvatures."""
     if group[name] and group["centered"]:
         raise invalid("centered", True, f"False when {name}=True", "Choose one of the two curvatures.")
+
+
+def root_of_known_batches(name: str, group: dict[str, Any]) -> None:
+    """The size of a mini-batch's gradients is that of one example's over √M."""
+    if group[name] == "root" and group["batch_size"] is None:
+        remedy = "Pass the rows of a mini-batch, e.g. batch_size=loader.batch_size."
+        raise invalid("batch_size", None, 'a number when preconditioner="root"', remedy)
 
 
 def own_noise_of_whole_parameters(name: str, group: dict[str, Any]) -> None:

@@ -137,6 +137,75 @@ class Scales(TypedDict, total=False):
     seed: Annotated[int, Hyperparameter("key of the noise.", 0, checks.seed)]
 
 
+class MiniBatches(TypedDict, total=False):
+    """What a gradient is a mean of, and how its squares are averaged."""
+
+    batch_size: Annotated[
+        float | str | None,
+        Hyperparameter(
+            "M, how many independent examples a gradient is a mean of: the rows of a mini-batch, times the "
+            "micro-batches that are accumulated, times the ranks of a data-parallel run. Tokens of a sequence are not "
+            "independent: count sequences. Squared gradients then count M times, not N times, which is right for "
+            'mini-batches, and the same for M = N. ``"objective"`` reads it off the :class:`vprop.Objective` of each '
+            "step.",
+            None,
+            checks.batch_size,
+        ),
+    ]
+    init_steps: Annotated[
+        float | None,
+        Hyperparameter(
+            "how many steps ``hess_init`` counts for in the average of the curvature. 0: it is forgotten in the first "
+            "step, as Adam debiases; ``None``: as many as the average remembers, 1/(1−β₂), so that it lingers.",
+            None,
+            checks.or_none(checks.not_negative("0 forgets hess_init at once, None lets it fade with β₂.")),
+            shared_by_groups=True,
+        ),
+    ]
+
+
+class Preconditioner(TypedDict, total=False):
+    """What the step of the mean divides by."""
+
+    preconditioner: Annotated[
+        str,
+        Hyperparameter(
+            '``"precision"``: the natural-gradient step, which divides by h+δ; or ``"root"``: a step of Adam\'s kind, '
+            "which divides by √(h/M)+δ, with ``lr`` as for Adam. Needs ``batch_size``. The posterior's precision stays "
+            "what it is.",
+            "precision",
+            checks.one_of(
+                ("precision", "root"),
+                "Precision: the natural-gradient step; root: a step of Adam's kind.",
+                '"precision" or "root"',
+            ),
+            checks.root_of_known_batches,
+        ),
+    ]
+
+
+class Floors(TypedDict, total=False):
+    """How wide the posterior may become."""
+
+    hess_floor: Annotated[
+        float,
+        Hyperparameter(
+            "what h+δ is not below, in the variance and in the step: σ is at most 1/√(ess·hess_floor).",
+            0.0,
+            checks.not_negative("0 is no floor; 0.5 is the size that networks train well with."),
+        ),
+    ]
+    noise_limit: Annotated[
+        float,
+        Hyperparameter(
+            "what σ is not above, as a share of the root mean square of the weights of its parameter; 0.1 to 0.2 suits "
+            "networks of all kinds.",
+            math.inf,
+            checks.number("a number > 0", lambda v: v > 0, 'Use float("inf") for no limit.'),
+        ),
+    ]
+
+
 class Ranks(TypedDict, total=False):
     """Who draws the same noise."""
 
@@ -194,11 +263,34 @@ class Implementation(TypedDict, total=False):
     ]
 
 
-class Shared(Data, Precision, Averages, Samples, Scales, Ranks, Sign, Implementation, total=False):
+class Basic(Data, Precision, Averages, Samples, Scales, Ranks, Sign, Implementation, total=False):
+    """What no optimizer is without."""
+
+
+class Floored(Data, Precision, Averages, Samples, Scales, Floors, Ranks, Sign, Implementation, total=False):
+    """What a diagonal with an update of its own shares with the others."""
+
+
+class Shared(
+    Data,
+    Precision,
+    Averages,
+    Samples,
+    MiniBatches,
+    Preconditioner,
+    Scales,
+    Floors,
+    Ranks,
+    Sign,
+    Implementation,
+    total=False,
+):
     """What the optimizers with a diagonal share."""
 
 
-class SharedByFull(Data, MatrixPrecision, Averages, Samples, Scales, Ranks, Sign, Implementation, total=False):
+class SharedByFull(
+    Data, MatrixPrecision, Averages, Samples, MiniBatches, Scales, Ranks, Sign, Implementation, total=False
+):
     """What the optimizers with a full covariance share."""
 
 
