@@ -4,9 +4,9 @@
 
 Every method has 3,000 gradients of a mini-batch, and a step size that falls linearly to zero. Reported are the ELBO
 over all training data (exact quadrature, no sampling), and the ratio of the variances to those of exact mean-field
-inference: the median over the weights, and the 10th and 90th percentile; and the log-loss of the posterior predictive on
-the test set. Step sizes were chosen on seeds 100 and 101 from 0.01, 0.02, 0.05, 0.1 and 0.2 (Vario: a tenth of that) by
-the ELBO; reported are seeds 0 to 2.
+inference: the median over the weights, and the 10th and 90th percentile; and the log-loss of the posterior predictive
+on the test set. Step sizes were chosen on seeds 100 and 101 from 0.01, 0.02, 0.05, 0.1 and 0.2 (Vario: a tenth of that)
+by the ELBO; reported are seeds 0 to 2.
 """
 
 from __future__ import annotations
