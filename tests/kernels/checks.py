@@ -330,9 +330,11 @@ def _after_update(kernels, problem, i, step, mean, mean_error, expected):
         inside, moved = (new.hess / debias2).sqrt(), (hess_error / debias2).sqrt()
         bottom, bottom_error = inside + damping, moved.square() / (inside + moved + 1e-30)
     elif step.rule in ROOT_RULES:
-        inside = (new.hess / step.gradient_scale).clamp_min(0).sqrt()
-        moved = (hess_error / step.gradient_scale).sqrt()
-        bottom, bottom_error = inside + damping, moved.square() / (inside + moved + 1e-30)
+        pull = damping * (mean - prior_mean)
+        inside = ((new.hess / step.gradient_scale).clamp_min(0) + pull.square()).sqrt()
+        pull_error = EPS * damping * (mean.abs() + prior_mean.abs()) + damping * mean_error
+        moved = (hess_error / step.gradient_scale + 2 * pull.abs() * pull_error).sqrt()
+        bottom, bottom_error = inside + 1e-8, moved.square() / (inside + moved + 1e-30)
     else:
         bottom, bottom_error = (new.hess + damping).clamp_min(problem.floor(i)), hess_error
     relative = EPS + bottom_error / bottom

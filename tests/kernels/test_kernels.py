@@ -58,8 +58,9 @@ def for_each_version(examples: int, **strategies):
     return pair
 
 
-def test_the_least_precision_is_the_same():
+def test_the_constants_are_the_same():
     assert call.LEAST_PRECISION == diagonal.LEAST_PRECISION
+    assert call.SMALLEST_SIZE == diagonal.SMALLEST_SIZE
 
 
 # -- noise ---------------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ more, ½(1−β₂)²(h−ĥ)²/(h+δ), which keeps h+δ > 0 by itself.
 Three things can be asked for beyond that. A ``floor`` f bounds σ: the precision is ess·max(h+δ, f), in σ² and in the
 step alike. The average can forget its start: with ``start_weight`` w₀ < 1 its new part has the weight
 (1−β₂)/(1−(1−w₀)β₂ᵗ), which is 1 in the first step of an average that knows nothing (w₀ = 0: Adam's debiased one) and
-1−β₂ throughout with w₀ = 1. And with ``gradient_scale`` M the step divides as Adam does, by √(h/M) + δ: the curvature
-h is the mean square of one example's gradient, so that √(h/M) is the size of a mini-batch's.
+1−β₂ throughout with w₀ = 1. And with ``gradient_scale`` M the step divides as Adam does, by the size of what it steps
+along: √(h/M + (δ(μ−m₀))²), for h is the mean square of one example's gradient, and h/M that of a mini-batch's. Without
+the prior's part the pull on a weight whose gradient vanishes would be divided by nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ LEAST_PRECISION = 1e-3
 
 The riemannian average keeps h above −δ, but δ may fall afterwards (the prior or the temperature changes), and h+δ is
 a difference that rounding can make zero."""
+
+
+SMALLEST_SIZE = 1e-8
+"""Of a gradient that a step divides by, as Adam has it: what is zero stays where it is."""
 
 
 def precision(hess: Tensor, ess: Scalar, damping: Scalar, floor: Scalar = 0.0) -> Tensor:
@@ -96,11 +101,12 @@ def natural_gradient_step(
     average = _riemannian_average if riemannian else _clamped_average
     new_hess = average(hess, hess_estimate, newest_weight(beta2, step, start_weight), damping)
     new_momentum, debiased = _averaged(momentum, grad, beta1, step)
+    pull = damping * (mean - prior_mean)
     if gradient_scale is None:
         divisor = _not_below(new_hess + damping, floor)
     else:
-        divisor = (new_hess / gradient_scale).clamp_min(0).sqrt() + damping
-    direction = (debiased + damping * (mean - prior_mean)) / divisor
+        divisor = ((new_hess / gradient_scale).clamp_min(0) + pull.square()).sqrt() + SMALLEST_SIZE
+    direction = (debiased + pull) / divisor
     return _bounded_step(mean, hess, momentum, grad, new_hess, new_momentum, direction, lr, clip_radius)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 LEAST_PRECISION = 1e-3
 """As in ``functional/diagonal.py``, which lies above; a test holds the two together."""
+SMALLEST_SIZE = 1e-8
+"""Likewise."""
 
 
 class Curvature(enum.IntEnum):
@@ -34,7 +36,7 @@ class Rule(enum.IntEnum):
     """the natural-gradient step with the term that keeps h+δ positive"""
     VADAM = 2
     CLAMPED_ROOT = 3
-    """the first, divided as Adam does: by √(h/M) + δ"""
+    """the first, divided as Adam does: by √(h/M + (δ(μ−m₀))²)"""
     RIEMANNIAN_ROOT = 4
     """the second, likewise"""
 

@@ -156,6 +156,7 @@ enum { CLAMPED, RIEMANNIAN, VADAM, CLAMPED_ROOT, RIEMANNIAN_ROOT, RULES };
 #define CHUNK 256 /* elements whose noise and roles fit into the first-level cache; divides TILE */
 #define LINE 16 /* elements that memory delivers at once */
 #define LEAST_PRECISION 1e-3
+#define SMALLEST_SIZE 1e-8
 
 typedef struct {
     int64_t rows;
@@ -429,7 +430,8 @@ INLINE void update_as(
         if (rule == VADAM)
             direction = averaged / (root(new_hess * u.debias_hess) + damping);
         else if (rule == CLAMPED_ROOT || rule == RIEMANNIAN_ROOT)
-            direction = (averaged + pull) / (root(most_of(all(0), new_hess * u.inverse_gradient_scale)) + damping);
+            direction = (averaged + pull) / (root(most_of(all(0), new_hess * u.inverse_gradient_scale) + pull * pull)
+                                             + (float)SMALLEST_SIZE);
         else
             direction = (averaged + pull) / most_of(all(width->floor), new_hess + damping);
         unsigned clipped = bits_greater(most_of(direction, -direction), all(u.clip_radius)) & live;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vprop.kernels.call import LEAST_PRECISION, Curvature, Rule
+from vprop.kernels.call import LEAST_PRECISION, SMALLEST_SIZE, Curvature, Rule
 from vprop.kernels.table import TILE, Column, Role
 from vprop.kernels.triton_noise import normals
 
@@ -37,6 +37,7 @@ _VADAM = tl.constexpr(int(Rule.VADAM))
 _CLAMPED_ROOT = tl.constexpr(int(Rule.CLAMPED_ROOT))
 _RIEMANNIAN_ROOT = tl.constexpr(int(Rule.RIEMANNIAN_ROOT))
 _LEAST_PRECISION = tl.constexpr(LEAST_PRECISION)
+_SMALLEST_SIZE = tl.constexpr(SMALLEST_SIZE)
 
 
 @triton.jit
@@ -340,7 +341,8 @@ def _step(
     elif RULE == _CLAMPED_ROOT or RULE == _RIEMANNIAN_ROOT:
         squared_size = new_hess * inverse_gradient_scale
         squared_size = tl.where(squared_size < 0.0, 0.0, squared_size)
-        direction = _plus(averaged, damping, distance) / (tl.sqrt(squared_size) + damping)
+        pull = damping * distance
+        direction = (averaged + pull) / (tl.sqrt(squared_size + pull * pull) + _SMALLEST_SIZE)
     else:
         # x/y as x·(1/√y)², for y > 0: a third of the instructions of a division, and as exact to a unit or two.
         bounded = new_hess + damping
