@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from vprop.lab.report import ReportError, page, ranges, write_report
-from vprop.lab.report.schema import checked
+from vprop.lab.report.schema import without_infinities
 from vprop.lab.report.style import Styles
 
 NASTY = "</script><script>alert('x')</script> & \"quotes\" $title"
@@ -130,7 +130,7 @@ def written(tmp_path_factory):
 
 def rendered(results):
     """The page alone, without plotly and static figures."""
-    return page.render(checked(results), Styles(results.values()), plotly_js="")
+    return page.render(without_infinities(results), Styles(results), plotly_js="")
 
 
 class Elements(HTMLParser):
@@ -235,20 +235,15 @@ def put(value, *path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop("logreg", "panels"), r"^result 'logreg': panels is missing$"),
         (
-            drop("logreg", "panels", 0, "methods", 2, "passes"),
-            r"\(logreg-toy-full\)\.methods\[2\] \(vprop-2-centered\)",
+            drop("logreg", "panels"),
+            r"^Result 'logreg' is not one of this version .* 'panels'.* reproduce logreg` again",
         ),
-        (drop("explore", "surface", "y"), r"^result 'explore': surface\.y is missing$"),
-        (drop("memory", "rows", 1, "tensors"), r"rows\[1\] \(Vprop-2, centred\)\.tensors is missing"),
-        (put("three", "memory", "rows", 0, "bytes_per_parameter"), r"must be int or float, not str"),
-        (put([1, 2], "logreg", "panels", 1, "methods", 0, "paper_passes"), r"'vprop-2': paper_passes has 2 values"),
-        (put("../x", "logreg", "panels", 1, "id"), r"id names a file"),
-        (put(PANELS[0], "logreg", "panels", 1, "id"), r"id is used twice"),
-        (put("mine", "logreg", "panels", 1, "methods", 0, "group"), r"group is 'mine'; allowed: paper, ours, extra"),
-        (put([[1.0]], "explore", "surface", "value"), r"surface\.value must have len\(y\) = 5 rows"),
-        (put({"title": "?"}, "other"), r"result 'other' has none of panels"),
+        (drop("logreg", "panels", 0, "methods", 2, "passes"), r"'logreg' .*KeyError: 'passes'"),
+        (drop("explore", "surface", "y"), r"^Result 'explore' .*KeyError: 'y'"),
+        (drop("memory", "rows", 1, "tensors"), r"^Result 'memory' .*KeyError: 'tensors'"),
+        (put("three", "memory", "rows", 0, "bytes_per_parameter"), r"^Result 'memory' .*ValueError"),
+        (put("mine", "logreg", "panels", 0, "methods", 0, "group"), r"^Result 'logreg' .*KeyError: 'mine'"),
     ],
 )
 def test_an_error_names_what_is_wrong(results, tmp_path, change, message):
@@ -289,7 +284,7 @@ def test_ranges_without_any_values(curves):
 
 
 def test_a_method_looks_the_same_everywhere(results):
-    styles = Styles(results.values())
+    styles = Styles(results)
     methods = results["logreg"]["panels"][0]["methods"]
     assert [method["name"] for method in styles.sort(methods)] == CURVES
     assert styles.of("Vprop-2") == styles.of("vprop-2")  # by label, as in the explore experiment

@@ -8,7 +8,7 @@ from typing import Any
 
 from vprop.lab.report import curves, explore, memory
 from vprop.lab.report.markup import inline_json, setting, text
-from vprop.lab.report.schema import NAMED, kind_of
+from vprop.lab.report.schema import KINDS, showing
 from vprop.lab.report.style import Styles
 from vprop.lab.report.tables import claims_table, facts_table, memory_table, success_table
 
@@ -28,14 +28,13 @@ HINT = (
 
 def render(results: dict[str, dict[str, Any]], styles: Styles, plotly_js: str) -> str:
     """The page as a string; no clock, no machine: the same results give the same bytes."""
-    order = list(NAMED)
-    names = sorted(results, key=lambda name: (order.index(name) if name in order else len(order), name))
-    experiments = {name: results[name] for name in names if kind_of(name, results[name]) != "claims"}
-    claims = [claim for name in names for claim in results[name].get("claims", ())]
+    experiments = {name: results[name] for name in KINDS if name in results and name != "claims"}
+    claims = results["claims"]["claims"] if "claims" in results else []
     figures: dict[str, Any] = {}
     sections = []
     for name, result in experiments.items():
-        sections.append(_section(name, result, styles, figures))
+        with showing(name):
+            sections.append(_section(name, result, styles, figures))
     links = [("claims", "Claims")] if claims else []
     links += [(name, result["title"]) for name, result in experiments.items()]
     links += [("settings", "Settings")] if experiments else []
@@ -56,7 +55,7 @@ def render(results: dict[str, dict[str, Any]], styles: Styles, plotly_js: str) -
 
 def _section(name: str, result: dict[str, Any], styles: Styles, figures: dict[str, Any]) -> str:
     """One experiment; its figures are added to ``figures``."""
-    kind = kind_of(name, result)
+    kind = KINDS[name]
     if kind == "curves":  # how to read the figures is said once, at the first of them
         hint = "" if any(figure["kind"] == "curves" for figure in figures.values()) else f'<p class="hint">{HINT}</p>'
         figures.update({panel["id"]: curves.figure(panel, styles) for panel in result["panels"]})
