@@ -242,7 +242,7 @@ def put(value, *path):
         (drop("logreg", "panels", 0, "methods", 2, "passes"), r"'logreg' .*KeyError: 'passes'"),
         (drop("explore", "surface", "y"), r"^Result 'explore' .*KeyError: 'y'"),
         (drop("memory", "rows", 1, "tensors"), r"^Result 'memory' .*KeyError: 'tensors'"),
-        (put("three", "memory", "rows", 0, "bytes_per_parameter"), r"^Result 'memory' .*ValueError"),
+        (put("three", "memory", "rows", 0, "bytes_per_parameter"), r"^Result 'memory' .*TypeError"),
         (put("mine", "logreg", "panels", 0, "methods", 0, "group"), r"^Result 'logreg' .*KeyError: 'mine'"),
     ],
 )
@@ -250,7 +250,7 @@ def test_an_error_names_what_is_wrong(results, tmp_path, change, message):
     change(results)
     with pytest.raises(ReportError, match=message):
         write_report(results, tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("index.html"))
 
 
 def test_no_results_is_an_error(tmp_path):
@@ -361,9 +361,8 @@ def test_every_figure_has_its_curves_and_nothing_is_fetched(shown):
         assert traces == [[n, metric, role] for n in CURVES for metric in metrics[n] for role in ("band", "line")]
         assert ask(shown, figure, "gd.querySelectorAll('.legend .traces').length") == len(CURVES)
         assert ask(shown, figure, "gd.querySelectorAll('.js-line').length") > 0
-    assert ask(shown, "explore", "gd.data.length") == 1 + 3 + 3  # contours, start and two minima, three paths
-    assert ask(shown, "explore-success", "gd.data[0].x") == [0, 50]  # in the order of the result
-    assert ask(shown, "memory", "gd.data[0].x") == [4, 8]
+    images = "return [...document.querySelectorAll('.panel > img')].map(image => image.naturalWidth > 0)"
+    assert shown.execute_script(images) == [True, True]  # the static figures of explore and memory
     fetched = shown.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert [name for name in fetched if not name.startswith(("file:", "data:", "blob:"))] == []
 
@@ -453,6 +452,6 @@ def test_a_narrow_screen(shown):
         assert wide[1] < 0.5
         assert ask(shown, PANELS[0], "gd._fullLayout.xaxis.domain") == [0, 1]  # one above the other
         inside = "gd.clientHeight >= gd.querySelector('.svg-container').getBoundingClientRect().height"
-        assert all(ask(shown, figure, inside) for figure in [*PANELS, "explore", "explore-success", "memory"])
+        assert all(ask(shown, figure, inside) for figure in PANELS)
     finally:
         shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
