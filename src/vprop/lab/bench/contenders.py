@@ -101,7 +101,7 @@ LOOPS = {"closure": closure_loop, "context": context_loop, "attach": attach_loop
 
 
 @dataclass(frozen=True)
-class Method:
+class Variant:
     """An optimizer of this library with its arguments."""
 
     name: str
@@ -112,14 +112,14 @@ class Method:
 
 
 METHODS = (
-    Method("Vprop", vprop.Vprop),
-    Method("Vprop centred", vprop.Vprop, {"mc_samples": 2, "antithetic": True, "centered": True}, pair=True),
-    Method("IVON", vprop.IVON, momentum=True),
-    Method("Vadam", vprop.Vadam, {"hess_init": 1.0}, momentum=True),
+    Variant("Vprop", vprop.Vprop),
+    Variant("Vprop centred", vprop.Vprop, {"mc_samples": 2, "antithetic": True, "centered": True}, pair=True),
+    Variant("IVON", vprop.IVON, momentum=True),
+    Variant("Vadam", vprop.Vadam, {"hess_init": 1.0}, momentum=True),
 )
 
 
-def ours(method: Method, path: str, loop: str, **more: Any) -> Contender:
+def ours(method: Variant, path: str, loop: str, **more: Any) -> Contender:
     """A method in a loop, in a path: "fused" (the kernels) or "foreach" (torch's own operations)."""
 
     def build(tensors: Tensors) -> Stages:

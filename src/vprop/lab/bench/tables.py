@@ -25,7 +25,6 @@ Cells = list[list[str]]
 """The first row is the head."""
 
 NOTHING = "–"
-MOST_NAMES = 4
 
 
 def seconds(value: float) -> str:
@@ -168,11 +167,8 @@ def _print(lines: Cells, title: str, console: Console) -> None:
 
 
 def _absent(rows: list[dict[str, Any]], console: Console) -> None:
-    """Who is missing and why, those with one reason together."""
-    reasons: dict[str, list[str]] = {}
+    """Who is missing and why."""
     for row in rows:
         if not row["available"]:
-            reasons.setdefault(row["reason"], []).append(row["name"])
-    for reason, names in reasons.items():
-        some = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if names[MOST_NAMES:] else "")
-        console.print(f"Not available here: {some}: {reason}", style="yellow", markup=False, highlight=False)
+            text = f"Not available here: {row['name']}: {row['reason']}"
+            console.print(text, style="yellow", markup=False, highlight=False)
