@@ -298,11 +298,11 @@ def test_download_that_breaks_off(server, cache):
 
 
 def test_download_that_is_interrupted(server, cache, monkeypatch):
-    def interrupt(path, mode):
+    def interrupt(path, content):
         assert path.suffix == ".part"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "chmod", interrupt)
+    monkeypatch.setattr(Path, "write_bytes", interrupt)
     with pytest.raises(KeyboardInterrupt):
         data.load("a1a")
     assert _files(cache) == []
