@@ -275,7 +275,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("command", ["step", "memory", "train"])
     def test_a_file_that_cannot_be_written_is_refused_before_the_run(self, command, tmp_path, monkeypatch):
-        monkeypatch.setattr("vprop.lab.bench.commands._result", lambda *_: pytest.fail("it was run"))
+        monkeypatch.setattr("vprop.lab.bench.commands._origin", lambda *_: pytest.fail("it was run"))
         (tmp_path / "file").touch()
         fails(bench(command, "--device", "cpu", "--json", tmp_path / "file" / "x.json"), "Cannot write to", "--json")
         fails(bench(command, "--device", "cpu", "--json", tmp_path), "it is a folder")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from vprop.lab.bench.clock import Report
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -66,33 +68,28 @@ def step(
     sweep_minutes: Annotated[float, typer.Option(min=0.0, help="Time after which each of the two sweeps ends.")] = 10.0,
 ) -> None:
     """Time of the optimizer alone, sampling included, on tensors whose gradients are there already."""
-    with _session(json) as console:
+    with _measuring(json, device, threads) as (place, result, report):
         from vprop.lab.bench.contenders import choose
         from vprop.lab.bench.step import measure, sizes
         from vprop.lab.bench.step import sweep as measure_sweep
         from vprop.lab.bench.tensors import Tensors
 
-        place = _prepare(device, threads, json)
         chosen, (size, count) = choose(only or []), _size(place, params, tensors, quick)
         budget = 0.02 if quick else budget
-        result = _result(place, {"params": size, "tensors": count, "dtype": "float32", "budget": budget})
-        with console.status("measuring") as status:
-            on = Tensors(size, count, place)
-            result["settings"]["params"] = on.numel
-            result["rows"], result["copy"] = measure(chosen, on, budget, status.update)
-            del on
-            if sweep:
-                most, many = (1e5, 100) if quick else (1e9 if place.type == "cuda" else 3e7, 10_000)
-                fixed = 1e5 if quick else 1e8 if place.type == "cuda" else 12.6e6
-                along = {
-                    "parameters": [(params, count) for params in sizes(1e4, most)],
-                    "tensors": [(fixed, int(number)) for number in sizes(1, many)],
-                }
-                result["sweep"] = {
-                    name: measure_sweep(points, place, budget / 4, sweep_minutes, status.update)
-                    for name, points in along.items()
-                }
-        _show_and_save(result, json, console)
+        on = Tensors(size, count, place)
+        result["settings"] = {"params": on.numel, "tensors": count, "dtype": "float32", "budget": budget}
+        result["rows"], result["copy"] = measure(chosen, on, budget, report)
+        del on
+        if sweep:
+            most, many = (1e5, 100) if quick else (1e9 if place.type == "cuda" else 3e7, 10_000)
+            fixed = 1e5 if quick else 1e8 if place.type == "cuda" else 12.6e6
+            along = {
+                "parameters": [(params, count) for params in sizes(1e4, most)],
+                "tensors": [(fixed, int(number)) for number in sizes(1, many)],
+            }
+            result["sweep"] = {
+                name: measure_sweep(points, place, budget / 4, sweep_minutes, report) for name, points in along.items()
+            }
 
 
 @app.command()
@@ -106,16 +103,13 @@ def memory(
     only: OnlyOption = None,
 ) -> None:
     """Memory beyond weights and gradients, in units of the parameters' size: steady, and at most in a step."""
-    with _session(json) as console:
+    with _measuring(json, device, threads) as (place, result, report):
         from vprop.lab.bench.contenders import MEASURED, choose
         from vprop.lab.bench.memory import measure
 
-        place = _prepare(device, threads, json)
         chosen, (size, count) = choose(only or [], MEASURED), _size(place, params, tensors, quick, small=1e6)
-        result = _result(place, {"params": size, "tensors": count, "dtype": "float32"})
-        with console.status("measuring") as status:
-            result["rows"] = measure(chosen, size, count, place, status.update)
-        _show_and_save(result, json, console)
+        result["settings"] = {"params": size, "tensors": count, "dtype": "float32"}
+        result["rows"] = measure(chosen, size, count, place, report)
 
 
 @app.command()
@@ -129,24 +123,21 @@ def train(
     only: OnlyOption = None,
 ) -> None:
     """Whole training steps of a GPT and a ResNet on random data: time in turns, and peak memory on a GPU."""
-    with _session(json) as console:
+    with _measuring(json, device, threads) as (place, result, report):
         from vprop.lab.bench.models import TASKS
         from vprop.lab.bench.step import clean_up
         from vprop.lab.bench.train import choose, measure
 
-        place = _prepare(device, threads, json)
         names, on_gpu = choose(only or []), place.type == "cuda"
         rounds, steps = rounds or (2 if quick else 10), steps or (1 if quick or not on_gpu else 5)
-        result = _result(place, {"rounds": rounds, "steps": steps, "autocast": on_gpu}) | {"models": []}
-        with console.status("measuring") as status:
-            for kind, make in TASKS.items():
-                task, batch = make("usual" if on_gpu and not quick else "tiny" if quick else "small", place)
-                count = sum(p.numel() for p in task.parameters())
-                rows = measure(task, names, rounds, steps, status.update)
-                result["models"].append({"model": kind, "params": count, "batch": batch, "rows": rows})
-                del task
-                clean_up()
-        _show_and_save(result, json, console)
+        result |= {"settings": {"rounds": rounds, "steps": steps, "autocast": on_gpu}, "models": []}
+        for kind, make in TASKS.items():
+            task, batch = make("usual" if on_gpu and not quick else "tiny" if quick else "small", place)
+            count = sum(p.numel() for p in task.parameters())
+            rows = measure(task, names, rounds, steps, report)
+            result["models"].append({"model": kind, "params": count, "batch": batch, "rows": rows})
+            del task
+            clean_up()
 
 
 @app.command()
@@ -215,23 +206,35 @@ def _session(json: Path | None = None) -> Iterator[Console]:
             gc.unfreeze()
 
 
-def _prepare(device: Device | None, threads: int | None, json: Path | None) -> torch.device:
-    """Refuse what cannot work, before anything is measured."""
+@contextmanager
+def _measuring(
+    json: Path | None, device: Device | None, threads: int | None
+) -> Iterator[tuple[torch.device, dict[str, Any], Report]]:
+    """Where to measure, the result to fill, and who is told of what is measured; shown and written at the end."""
     import torch
 
     from vprop.lab.bench.errors import BenchError
-    from vprop.lab.engine.store import require_writable
+    from vprop.lab.bench.tables import show
+    from vprop.lab.engine.store import require_writable, write_json
 
-    if device is Device.CUDA and not torch.cuda.is_available():
-        raise BenchError("--device cuda: torch finds no CUDA device here. Use --device cpu.")
-    if json is not None:
-        if json.is_dir():
-            raise BenchError(f"Cannot write to {json}: it is a folder. Choose a file with --json.")
-        require_writable(json.parent, json, "Choose another file with --json.")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    gc.freeze()  # what is loaded by now need not be looked through after each contender
-    return torch.device(device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    with _session(json) as console:
+        if device is Device.CUDA and not torch.cuda.is_available():
+            raise BenchError("--device cuda: torch finds no CUDA device here. Use --device cpu.")
+        if json is not None:
+            if json.is_dir():
+                raise BenchError(f"Cannot write to {json}: it is a folder. Choose a file with --json.")
+            require_writable(json.parent, json, "Choose another file with --json.")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        gc.freeze()  # what is loaded by now need not be looked through after each contender
+        place = torch.device(device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        result = _origin(place)
+        with console.status("measuring") as status:
+            yield place, result, status.update
+        show(result, console)
+        if json is not None:
+            write_json(json, result, indent=1)
+            console.print(f"Result: {json}", soft_wrap=True)
 
 
 def _size(
@@ -249,7 +252,7 @@ def _size(
     return size, count
 
 
-def _result(place: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
+def _origin(place: torch.device) -> dict[str, Any]:
     """What a file says about where it comes from."""
     from vprop.lab.bench.peers import version
     from vprop.lab.environment import environment, processor
@@ -261,15 +264,4 @@ def _result(place: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
         del words[place_of_path : place_of_path + 2]
     found = environment() | {"device": place.type, "processor": processor(), "triton": version("triton")}
     peers = {package: version(package) for package in ("ivon-opt", "pyro-ppl")}
-    command = shlex.join(["vprop", "bench", *words])
-    return {"command": command, "environment": found | {"peers": peers}, "settings": settings}
-
-
-def _show_and_save(result: dict[str, Any], json: Path | None, console: Console) -> None:
-    from vprop.lab.bench.tables import show
-    from vprop.lab.engine.store import write_json
-
-    show(result, console)
-    if json is not None:
-        write_json(json, result, indent=1)
-        console.print(f"Result: {json}", soft_wrap=True)
+    return {"command": shlex.join(["vprop", "bench", *words]), "environment": found | {"peers": peers}}
