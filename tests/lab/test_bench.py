@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
 from itertools import pairwise
 
 import pytest
@@ -12,8 +15,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from vprop.lab.bench import clock, contenders, limits, memory, models, peers, show, step, sweep, train
-from vprop.lab.bench.contenders import Contender, Ready
+from vprop.lab.bench import clock, contenders, limits, memory, models, peers, step, tables, train
+from vprop.lab.bench.contenders import Contender
 from vprop.lab.bench.errors import BenchError, Unavailable
 from vprop.lab.bench.tensors import Tensors
 from vprop.lab.cli import app
@@ -52,7 +55,7 @@ def one(name):
 def result(tmp_path_factory):
     """Of a run of `vprop bench step`, with what it showed."""
     path = tmp_path_factory.mktemp("bench") / "step.json"
-    picked = ("RMSprop", "AdamW fused", "Vprop default", "Vprop centred default", "ivon-opt")
+    picked = ("RMSprop", "AdamW fused", "Vprop fused", "Vprop foreach", "Vprop centred", "ivon-opt")
     done = bench("step", *TINY, "--json", path, "--sweep", *(word for name in picked for word in ("--only", name)))
     assert done.exit_code == 0, done.output
     return json.loads(path.read_text()) | {"shown": done.output}
@@ -68,11 +71,10 @@ class TestStep:
 
     def test_rows_have_what_is_promised(self, result):
         rows = {row["name"]: row for row in result["rows"] if row["available"]}
-        assert {"RMSprop default", "AdamW fused", "Vprop default closure", "Vprop default attach"} <= set(rows)
+        assert {"RMSprop default", "AdamW fused", "Vprop fused attach", "Vprop fused: sample alone"} <= set(rows)
         for row in rows.values():
             assert SPREAD == set(row["time"]) == set(row["reference_time"])
             assert row["time"]["low"] <= row["time"]["median"] <= row["time"]["high"]
-            assert row["wall"] is None  # which is the same thing on a CPU
 
     def test_ratios_are_those_of_the_medians(self, result):
         rate = result["copy"]["bytes_per_second"]
@@ -82,15 +84,14 @@ class TestStep:
             limit = row["bytes_per_param"] * result["settings"]["params"] / rate
             assert row["limit"] == pytest.approx(limit)
             assert row["times_limit"] == pytest.approx(median / limit)
-            assert row["bandwidth_fraction"] == pytest.approx(limit / median)
         assert next(row for row in result["rows"] if row["name"] == "RMSprop default")["ratio"] == 1
 
     def test_who_cannot_take_part_is_listed_with_the_reason(self, result):
-        row = next(row for row in result["rows"] if row["name"] == "RMSprop CUDA graph")
+        row = next(row for row in result["rows"] if row["name"] == "Vprop fused CUDA graph closure")
         if not torch.cuda.is_available():
             assert not row["available"]
             assert row["reason"] == "a CUDA graph needs a CUDA device"
-            assert "Not available here: RMSprop CUDA graph" in result["shown"]
+            assert "Not available here: Vprop fused CUDA graph closure" in result["shown"]
 
     def test_sweeps_go_along_parameters_and_tensors(self, result):
         for along, key in (("parameters", "params"), ("tensors", "tensors")):
@@ -107,41 +108,36 @@ class TestStep:
 
 
 class TestContenders:
-    def test_all_methods_paths_and_loops_are_there(self):
-        names = [contender.name for contender in contenders.contenders()]
+    def test_all_methods_and_loops_are_there(self):
+        names = [contender.name for contender in contenders.TIMED]
         assert len(names) == len(set(names))
         for method in ("Vprop", "Vprop centred", "IVON", "Vadam"):
-            for path in ("fused", "default", "foreach", "for-loop"):
-                assert f"{method} {path} closure" in names
-                assert f"{method} {path} context" in names
-        assert {"Vprop fused attach", "SGD fused", "RMSprop foreach", "Pyro BBVI"} <= set(names)
+            assert {f"{method} fused closure", f"{method} fused context", f"{method} foreach closure"} <= set(names)
+        assert {"Vprop fused attach", "SGD default", "RMSprop foreach", "ivon-opt"} <= set(names)
         assert names[0] == contenders.REFERENCE
+        assert {*names, "Pyro BBVI"} - {contender.name for contender in contenders.MEASURED} == {contenders.GRAPH.name}
 
     @pytest.mark.parametrize("loop", ["closure", "context", "attach"])
-    @pytest.mark.parametrize("method", ["Vprop", "Vprop centred", "IVON", "Vadam"])
+    @pytest.mark.parametrize("method", contenders.METHODS, ids=lambda method: method.name)
     def test_a_call_is_one_step_with_a_sample(self, method, loop):
-        """The weights are moved by the noiseless step: the mean is back in them, and gradients are left in place."""
-        if method == "Vprop centred" and loop == "attach":
+        """The weights are moved by the noiseless step: the mean is back in them."""
+        if method.pair and loop == "attach":
             pytest.skip("several samples need a closure or a context")
         tensors = Tensors(40, 2, CPU)
-        before = [weight.clone() for weight in tensors.weights]
-        ready = one(f"{method} for-loop {loop}").ready(tensors)
-        (call,) = ready.stages.values()
+        (call,) = contenders.ours(method, "foreach", loop).ready(tensors).values()
         call()
-        params = ready.kept[0].params if loop == "attach" else ready.kept
-        for param, weight, grad in zip(params, before, tensors.grads, strict=True):
-            torch.testing.assert_close(param.detach(), weight, rtol=0, atol=1e-5)
-            assert not torch.equal(param, weight)
-            assert param.grad is grad
+        for weight, grad in zip(tensors.weights, tensors.grads, strict=True):
+            torch.testing.assert_close(weight, 20 * grad, rtol=0, atol=1e-5)
+            assert not torch.equal(weight, 20 * grad)
 
     def test_the_parts_are_sample_restore_and_step(self):
         tensors = Tensors(40, 2, CPU)
-        ready = contenders._ours(contenders.METHODS[0], "for-loop", "in parts").ready(tensors)
-        assert list(ready.stages) == ["sample", "restore", "step"]
+        stages = contenders.ours(contenders.METHODS[0], "foreach", "in parts").ready(tensors)
+        assert list(stages) == ["sample", "restore", "step"]
         mean = tensors.weights[0].clone()
-        ready.stages["sample"]()
+        stages["sample"]()
         assert (tensors.weights[0] - mean).abs().max() > 1e-4
-        ready.stages["restore"]()
+        stages["restore"]()
         torch.testing.assert_close(tensors.weights[0], mean, rtol=0, atol=1e-7)
 
     def test_a_path_that_is_refused_is_not_available(self):
@@ -149,33 +145,17 @@ class TestContenders:
             raise ValueError("Invalid fused=True: not here.\nMore text.")
 
         with pytest.raises(Unavailable, match=r"^Invalid fused=True: not here\.$"):
-            Contender("Some", "fused", "", refuse, "vprop").ready(Tensors(4, 1, CPU))
+            Contender("Some fused", refuse).ready(Tensors(4, 1, CPU))
 
     def test_a_peer_that_is_not_installed_is_said_so(self):
-        absent = peers.Peer("Absent", "no_such_module", "no-such-package", lambda tensors: None, "", 0)
         with pytest.raises(Unavailable, match=r"^not installed: pip install no-such-package$"):
-            peers.require(absent)
+            peers.require("no_such_module", "no-such-package")
         assert peers.version("no-such-package") is None
 
-    @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
-    def test_peers_make_a_step_where_they_are_installed(self, peer):
-        pytest.importorskip(peer.module)
-        call, plain = peer.build(Tensors(600, 2, CPU))
-        call()
-        call()
-        if plain is not None:
-            plain()
-
-    def test_what_a_peer_must_do_anyway_is_not_counted(self):
-        def build(tensors):
-            return Ready({"step": lambda: sum(range(2000))}, plain=lambda: sum(range(1000)))
-
-        rows = []
-        plan = step.Plan(CPU, budget=0.0)
-        step.measure([Contender("Fake", "", "", build, "peer")], Tensors(8, 1, CPU), plan, rows)
-        (row,) = rows
-        left = max(0.0, row["whole"]["median"] - row["not_counted"]["median"])
-        assert row["time"]["median"] == pytest.approx(left)
+    @pytest.mark.parametrize(("name", "module"), [("ivon-opt", "ivon"), ("Pyro BBVI", "pyro")])
+    def test_peers_make_a_step_where_they_are_installed(self, name, module):
+        pytest.importorskip(module)
+        one(name).ready(Tensors(600, 2, CPU))["step"]()
 
 
 class TestLimits:
@@ -193,19 +173,14 @@ class TestLimits:
     def test_contenders_have_the_bytes_of_their_method(self):
         assert one("Vprop fused closure").bytes_per_param == {"closure": 32}
         assert one("IVON fused attach").bytes_per_param == {"attach": 40}
-        assert one("Vadam fused in parts").bytes_per_param == {"sample": 12, "restore": 12, "step": 28}
+        assert one("Vprop fused in parts").bytes_per_param == {"sample": 12, "restore": 12, "step": 20}
         assert one("ivon-opt").bytes_per_param == {"step": 52}
         assert one("AdamW fused").bytes_per_param == {"step": 28}
-
-    def test_the_limit_is_the_time_of_a_copy_of_as_many_bytes(self):
-        found = step.against_limit(8.28e-3, 32, 1_006_632_960, 4.28e12)
-        assert found["limit"] == pytest.approx(7.53e-3, rel=1e-3)  # the figure of the design
-        assert found["times_limit"] == pytest.approx(1.10, rel=1e-3)
 
 
 FAKE = """
 import json, torch
-from vprop.lab.bench.contenders import Contender, Ready
+from vprop.lab.bench.contenders import Contender
 from vprop.lab.bench.memory import measure_resident
 
 class Fake:
@@ -214,20 +189,18 @@ class Fake:
     def __call__(self):
         temporaries = [torch.ones_like(s) for s in self.state for _ in range(2)]  # two more
 
-build = lambda tensors: Ready({"step": Fake(tensors)})
-print(json.dumps(measure_resident(Contender("Fake", "", "", build, "peer"), 4e6, 4)))
+print(json.dumps(measure_resident(Contender("Fake", lambda tensors: {"step": Fake(tensors)}), 4e6, 4)))
 """
 
 
 class TestMemory:
     @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
     def test_resident_memory_counts_a_known_allocation(self):
-        environment = memory.child_environment()
+        environment = os.environ | memory.GIVE_BACK_AT_ONCE | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = subprocess.run([sys.executable, "-c", FAKE], env=environment, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout)
         assert found["steady"] == pytest.approx(1, abs=0.1)
         assert found["peak"] == pytest.approx(3, abs=0.2)
-        assert found["peaks"] == {"step": found["peak"]}
 
     def test_the_command(self, tmp_path):
         arguments = (
@@ -240,23 +213,20 @@ class TestMemory:
             "--tensors",
             "4",
             "--only",
-            "AdamW default",
+            "AdamW fused",
         )
         done = bench("memory", *arguments, "--json", tmp_path / "memory.json")
         assert done.exit_code == 0, done.output
         (row,) = json.loads((tmp_path / "memory.json").read_text())["rows"]
         assert row["steady"] == pytest.approx(2, abs=0.2)  # both averages
         assert row["peak"] >= row["steady"] - 0.1
-        assert "AdamW default" in done.output
+        assert "AdamW fused" in done.output
 
-    @pytest.mark.parametrize(
-        ("code", "reason"), [(-9, "its process was ended by signal 9"), (1, "its process failed: MemoryError")]
-    )
-    def test_a_process_that_fails_is_not_available(self, code, reason, monkeypatch):
-        ended = subprocess.CompletedProcess([], code, "", "Traceback\nMemoryError")
-        monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
-        with pytest.raises(Unavailable, match=reason):
-            memory._in_a_process(one("SGD default"), 100, 1)
+    def test_a_process_that_is_ended_is_not_available(self, monkeypatch):
+        ended = lambda pool, function, *arguments: ProcessPoolExecutor.submit(pool, os._exit, 9)  # noqa: E731
+        monkeypatch.setattr(memory, "ProcessPoolExecutor", type("Pool", (ProcessPoolExecutor,), {"submit": ended}))
+        with pytest.raises(Unavailable, match="its process was ended"):
+            memory.in_a_process("SGD default", 100, 1)
 
 
 class TestTrain:
@@ -275,33 +245,26 @@ class TestTrain:
 
     def test_the_usual_models_have_the_usual_sizes(self):
         with torch.device("meta"):
-            gpt, resnet = models.GPT(models.GPTSize()), models.ResNet(models.ResNetSize())
+            gpt = models.GPT(*models.GPT_SIZES["usual"][0])
+            resnet = models.ResNet(*models.RESNET_SIZES["usual"][0])
         assert sum(p.numel() for p in gpt.parameters()) == pytest.approx(124e6, rel=0.005)
         assert sum(p.numel() for p in resnet.parameters()) == 25_557_032  # ResNet-50
 
-    @pytest.mark.parametrize("loop", [train.Closure, train.Context, train.Attached])
-    def test_every_loop_leaves_the_mean_in_the_weights(self, loop):
-        from vprop import Vprop
-
-        task = models.Task(nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, dtype=torch.long), compiled=False)
+    @pytest.mark.parametrize("name", [name for name in train.CONTENDERS if name.startswith("Vprop")])
+    def test_every_loop_leaves_the_mean_in_the_weights_of_a_copy(self, name, monkeypatch):
+        copies = []
+        monkeypatch.setattr(train, "deepcopy", lambda task: copies.append(deepcopy(task)) or copies[-1])
+        task = models.Task(nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
         before = task.net.weight.detach().clone()
-        trainer = loop(task, Vprop(task.parameters(), lr=1e-6, num_data=100))
-        trainer.begin()
-        trainer.step()
-        trainer.step()
-        trainer.end()
-        torch.testing.assert_close(task.net.weight.detach(), before, rtol=0, atol=1e-4)
+        step = train.step_of(name, task)
+        step()
+        step()
+        assert torch.equal(task.net.weight, before)
+        torch.testing.assert_close(copies[0].net.weight.detach(), before, rtol=0, atol=1e-4)
 
-    def test_ivon_opt_gives_the_storage_back(self):
-        pytest.importorskip("ivon")
-        task = models.Task(nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, dtype=torch.long), compiled=False)
-        address = task.net.weight.data_ptr()
-        trainer = train.CONTENDERS["ivon-opt"](task)
-        trainer.begin()
-        trainer.step()
-        assert task.net.weight.data_ptr() != address
-        trainer.end()
-        assert task.net.weight.data_ptr() == address
+    def test_without_the_reference_there_are_no_ratios(self, monkeypatch):
+        monkeypatch.setitem(train.CONTENDERS, train.REFERENCE, (torch.optim.SGD, {"lr": -1.0}, train.plain_loop))
+        fails(bench("train", "--device", "cpu", "--quick", "--only", "ivon"), "AdamW fused, which times are divided by")
 
 
 class TestErrors:
@@ -312,13 +275,13 @@ class TestErrors:
 
     @pytest.mark.parametrize("command", ["step", "memory", "train"])
     def test_a_file_that_cannot_be_written_is_refused_before_the_run(self, command, tmp_path, monkeypatch):
-        monkeypatch.setattr("vprop.lab.bench.commands._result", lambda *_: pytest.fail("it was run"))
+        monkeypatch.setattr("vprop.lab.bench.commands._origin", lambda *_: pytest.fail("it was run"))
         (tmp_path / "file").touch()
         fails(bench(command, "--device", "cpu", "--json", tmp_path / "file" / "x.json"), "Cannot write to", "--json")
         fails(bench(command, "--device", "cpu", "--json", tmp_path), "it is a folder")
 
     def test_names_that_nobody_has(self):
-        fails(bench("step", "--device", "cpu", "--only", "Adagrad"), "'Adagrad'", "RMSprop default", "Pyro BBVI")
+        fails(bench("step", "--device", "cpu", "--only", "Adagrad"), "'Adagrad'", "RMSprop default", "ivon-opt")
         fails(bench("train", "--device", "cpu", "--only", "Adagrad"), "'Adagrad'", "AdamW fused", "ivon-opt")
 
     @pytest.mark.parametrize(("option", "value"), [("--device", "tpu"), ("--params", "many")])
@@ -339,15 +302,15 @@ class TestErrors:
         )
 
     def test_what_cannot_be_drawn(self, tmp_path):
-        fails(bench("plot", tmp_path / "none.json"), "Cannot read")
-        (tmp_path / "other.json").write_text("{}")
-        fails(bench("plot", tmp_path / "other.json"), "is no result of `vprop bench`")
+        fails(bench("plot", tmp_path / "none.json"), "Cannot use", "none.json")
+        (tmp_path / "other.json").write_text("no JSON")
+        fails(bench("plot", tmp_path / "other.json"), "is no JSON file")
         (tmp_path / "plain.json").write_text('{"command": "vprop bench step"}')
         fails(bench("plot", tmp_path / "plain.json"), "no sweep to draw", "--sweep")
 
     def test_an_interrupt_writes_nothing_and_says_so(self, tmp_path, monkeypatch):
         def interrupted(contender, *_):
-            if contender.name == "SGD fused":
+            if contender.name == "SGD default":
                 raise KeyboardInterrupt
             return []
 
@@ -362,45 +325,36 @@ class TestSweep:
     def test_a_slow_contender_is_left_out_at_larger_sizes(self, monkeypatch):
         seen = []
 
-        def measured(chosen, tensors, plan, rows):
+        def measured(chosen, tensors, budget, report):
             seen.append([contender.name for contender in chosen])
-            slow = {"median": 9.0 if tensors.numel > 20_000 else 0.1}
-            rows += [{"name": c.name, "available": True, "wall": None, "time": slow} for c in chosen]
+            times = (9.0 if tensors.numel > 20_000 and "Vprop" in contender.name else 0.1 for contender in chosen)
+            rows = zip(chosen, times, strict=True)
+            return [{"name": c.name, "available": True, "time": {"median": seconds}} for c, seconds in rows], {}
 
-        monkeypatch.setattr(sweep, "measure", measured)
-        going = sweep.Sweep(step.Plan(CPU), minutes=1)
-        rows = []
-        going.over_parameters(1e6, 2, rows)
-        assert len(seen) == 2  # 10,000 and 30,000, and nobody after that
-        assert not going.out_of_time
+        monkeypatch.setattr(step, "measure", measured)
+        points = [(params, 2) for params in step.sizes(1e4, 1e5)]
+        rows = step.sweep(points, CPU, 0.1, 1, lambda text: None)
+        assert ["Vprop fused closure" in names for names in seen] == [True, True, False]
+        assert [row["params"] for row in rows if row["name"] == "AdamW fused"] == [10_000, 30_000, 100_000]
 
     def test_it_ends_when_its_time_is_over(self):
-        rows = []
-        going = sweep.Sweep(step.Plan(CPU), minutes=0)
-        going.over_tensors(1e4, 10, rows)
-        assert going.out_of_time
-        assert rows == []
-
-    def test_what_would_not_fit_is_not_tried(self, monkeypatch):
-        monkeypatch.setattr(sweep, "free_memory", lambda device: 1e5)
-        rows = []
-        sweep.Sweep(step.Plan(CPU), minutes=1).over_parameters(1e6, 2, rows)
-        assert rows == []
+        assert step.sweep([(1e4, 1)], CPU, 0.1, 0, lambda text: None) == []
 
 
 def test_blocks_of_all_contenders_take_turns():
     order = []
-    stages = [{"step": lambda name=name: order.append(name)} for name in "ab"]
-    watch = clock.Clock(CPU)
-    runners = [clock.Runner(s, 1.0, {"step": []}, []) for s in stages]
-    clock.in_turns(runners, watch, budget=0.0, least=3)
+    runners = [clock.Runner({"step": lambda name=name: order.append(name)}, CPU) for name in "ab"]
+    order.clear()
+    for runner in runners:
+        runner.seconds = 1.0
+    clock.in_turns(runners, budget=0.0)
     assert "".join(order) == "ababab"
-    assert runners[0].spread("step").count == 3
+    assert len(runners[0].times["step"]) == 3
 
 
 def test_on_a_gpu_the_time_is_that_between_events(monkeypatch):
     """With a stand-in for the device: each call takes its number of milliseconds there."""
-    device = {"now": 0.0, "paused": 0}
+    device = {"now": 0.0}
 
     class Event:
         def __init__(self, enable_timing):
@@ -414,11 +368,10 @@ def test_on_a_gpu_the_time_is_that_between_events(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: device.update(paused=cycles))
     calls = [lambda ms=ms: device.update(now=device["now"] + ms) for ms in (2.0, 5.0)]
-    rows = clock.Clock(torch.device("cuda")).stages(calls, repeats=3, pause=1e-3)
+    rows = clock.stage_seconds(calls, 3, torch.device("cuda"))
     assert rows == [pytest.approx([2e-3, 5e-3])] * 3
-    assert device["paused"] == 2_000_000
+    assert device["now"] == 4 * 7.0  # the first ones do not count
 
 
 @pytest.mark.cuda
@@ -427,9 +380,9 @@ class TestOnAGPU:
         arguments = ("--device", "cuda", "--quick", "--only", "RMSprop", "--only", "Vprop", "--sweep")
         assert bench("step", *arguments, "--json", tmp_path / "x.json").exit_code == 0
         result = json.loads((tmp_path / "x.json").read_text())
-        row = next(row for row in result["rows"] if row["name"] == "RMSprop CUDA graph")
+        row = next(row for row in result["rows"] if row["name"] == "Vprop fused CUDA graph closure")
         assert row["available"]
-        assert set(row["wall"]) == SPREAD
+        assert set(row["time"]) == SPREAD
 
     def test_memory(self, tmp_path):
         arguments = ("--device", "cuda", "--params", "4e6", "--tensors", "4", "--only", "RMSprop default")
@@ -461,4 +414,4 @@ def test_bench_alone_imports_nothing_heavy():
 
 
 def test_tables_tell_the_best_unit():
-    assert [show.seconds(value) for value in (12.0, 0.5, 7.53e-3, 9e-5)] == ["12.0 s", "500 ms", "7.53 ms", "90.0 µs"]
+    assert [tables.seconds(value) for value in (12.0, 0.5, 7.53e-3, 9e-5)] == ["12.0 s", "500 ms", "7.53 ms", "90.0 µs"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vprop.lab.bench.errors import BenchError
-from vprop.lab.bench.page import filled
+from vprop.lab.bench.tables import filled
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

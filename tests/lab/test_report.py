@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from vprop.lab.report import ReportError, page, ranges, write_report
-from vprop.lab.report.schema import checked
+from vprop.lab.report.schema import without_infinities
 from vprop.lab.report.style import Styles
 
 NASTY = "</script><script>alert('x')</script> & \"quotes\" $title"
@@ -130,7 +130,7 @@ def written(tmp_path_factory):
 
 def rendered(results):
     """The page alone, without plotly and static figures."""
-    return page.render(checked(results), Styles(results.values()), plotly_js="")
+    return page.render(without_infinities(results), Styles(results), plotly_js="")
 
 
 class Elements(HTMLParser):
@@ -235,27 +235,22 @@ def put(value, *path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop("logreg", "panels"), r"^result 'logreg': panels is missing$"),
         (
-            drop("logreg", "panels", 0, "methods", 2, "passes"),
-            r"\(logreg-toy-full\)\.methods\[2\] \(vprop-2-centered\)",
+            drop("logreg", "panels"),
+            r"^Result 'logreg' is not one of this version .* 'panels'.* reproduce logreg` again",
         ),
-        (drop("explore", "surface", "y"), r"^result 'explore': surface\.y is missing$"),
-        (drop("memory", "rows", 1, "tensors"), r"rows\[1\] \(Vprop-2, centred\)\.tensors is missing"),
-        (put("three", "memory", "rows", 0, "bytes_per_parameter"), r"must be int or float, not str"),
-        (put([1, 2], "logreg", "panels", 1, "methods", 0, "paper_passes"), r"'vprop-2': paper_passes has 2 values"),
-        (put("../x", "logreg", "panels", 1, "id"), r"id names a file"),
-        (put(PANELS[0], "logreg", "panels", 1, "id"), r"id is used twice"),
-        (put("mine", "logreg", "panels", 1, "methods", 0, "group"), r"group is 'mine'; allowed: paper, ours, extra"),
-        (put([[1.0]], "explore", "surface", "value"), r"surface\.value must have len\(y\) = 5 rows"),
-        (put({"title": "?"}, "other"), r"result 'other' has none of panels"),
+        (drop("logreg", "panels", 0, "methods", 2, "passes"), r"'logreg' .*KeyError: 'passes'"),
+        (drop("explore", "surface", "y"), r"^Result 'explore' .*KeyError: 'y'"),
+        (drop("memory", "rows", 1, "tensors"), r"^Result 'memory' .*KeyError: 'tensors'"),
+        (put("three", "memory", "rows", 0, "bytes_per_parameter"), r"^Result 'memory' .*TypeError"),
+        (put("mine", "logreg", "panels", 0, "methods", 0, "group"), r"^Result 'logreg' .*KeyError: 'mine'"),
     ],
 )
 def test_an_error_names_what_is_wrong(results, tmp_path, change, message):
     change(results)
     with pytest.raises(ReportError, match=message):
         write_report(results, tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("index.html"))
 
 
 def test_no_results_is_an_error(tmp_path):
@@ -289,7 +284,7 @@ def test_ranges_without_any_values(curves):
 
 
 def test_a_method_looks_the_same_everywhere(results):
-    styles = Styles(results.values())
+    styles = Styles(results)
     methods = results["logreg"]["panels"][0]["methods"]
     assert [method["name"] for method in styles.sort(methods)] == CURVES
     assert styles.of("Vprop-2") == styles.of("vprop-2")  # by label, as in the explore experiment
@@ -366,9 +361,8 @@ def test_every_figure_has_its_curves_and_nothing_is_fetched(shown):
         assert traces == [[n, metric, role] for n in CURVES for metric in metrics[n] for role in ("band", "line")]
         assert ask(shown, figure, "gd.querySelectorAll('.legend .traces').length") == len(CURVES)
         assert ask(shown, figure, "gd.querySelectorAll('.js-line').length") > 0
-    assert ask(shown, "explore", "gd.data.length") == 1 + 3 + 3  # contours, start and two minima, three paths
-    assert ask(shown, "explore-success", "gd.data[0].x") == [0, 50]  # in the order of the result
-    assert ask(shown, "memory", "gd.data[0].x") == [4, 8]
+    images = "return [...document.querySelectorAll('.panel > img')].map(image => image.naturalWidth > 0)"
+    assert shown.execute_script(images) == [True, True]  # the static figures of explore and memory
     fetched = shown.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert [name for name in fetched if not name.startswith(("file:", "data:", "blob:"))] == []
 
@@ -458,6 +452,6 @@ def test_a_narrow_screen(shown):
         assert wide[1] < 0.5
         assert ask(shown, PANELS[0], "gd._fullLayout.xaxis.domain") == [0, 1]  # one above the other
         inside = "gd.clientHeight >= gd.querySelector('.svg-container').getBoundingClientRect().height"
-        assert all(ask(shown, figure, inside) for figure in [*PANELS, "explore", "explore-success", "memory"])
+        assert all(ask(shown, figure, inside) for figure in PANELS)
     finally:
         shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

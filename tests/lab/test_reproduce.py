@@ -125,7 +125,7 @@ class TestWhatCanGoWrong:
         self.fails(result, "mc-dropout is for networks", "vprop reproduce mlp")
 
     @pytest.mark.parametrize(
-        ("text", "words"), [("{", "no JSON file"), ('{"panels": [{}]}', "is missing"), ("[]", "logreg")]
+        ("text", "words"), [("{", "no JSON file"), ('{"panels": [{}]}', "is not one of this version"), ("[]", "logreg")]
     )
     def test_a_result_that_is_none(self, tmp_path, text, words):
         (tmp_path / "results").mkdir()

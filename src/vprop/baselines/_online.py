@@ -125,6 +125,11 @@ class OnlineMethod:
         return {name: part.view(p.shape) for (name, p), part in zip(self._trainable.items(), parts, strict=True)}
 
 
+def identity(like: Tensor) -> Tensor:
+    """A square matrix with as many rows as ``like``."""
+    return torch.eye(len(like), dtype=like.dtype, device=like.device)
+
+
 def check_finite(mean: Tensor) -> None:
     """Stop before a state is ruined."""
     if not bool(torch.isfinite(mean).all()):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vprop.baselines._online import OnlineMethod, check_finite
-from vprop.likelihood import Likelihood
+from vprop.baselines._online import OnlineMethod, check_finite, identity
 
 
 class ExtendedKalmanFilter(OnlineMethod):
@@ -29,6 +28,7 @@ class ExtendedKalmanFilter(OnlineMethod):
 
     One observation y = 3 of a weight with variance 1, noise variance 0.5: the mean goes two thirds of the way.
 
+    >>> from torch import nn
     >>> model = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.zeros_(model.weight)
     >>> ekf = ExtendedKalmanFilter(model, prior_precision=1.0, likelihood="gaussian", noise_variance=0.5)
@@ -37,43 +37,27 @@ class ExtendedKalmanFilter(OnlineMethod):
     (2.0, 0.333333333333)
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        prior_precision: float,
-        likelihood: Likelihood,
-        noise_variance: float = 1.0,
-        max_parameters: int = 5000,
-    ) -> None:
-        super().__init__(
-            model,
-            prior_precision=prior_precision,
-            likelihood=likelihood,
-            noise_variance=noise_variance,
-            max_parameters=max_parameters,
-        )
-        self._covariance = (
-            torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device) / self.prior_precision
-        )
+    _covariance: Tensor | None = None
 
     @property
     def covariance(self) -> Tensor:
         """P, the covariance of the weights."""
+        if self._covariance is None:
+            self._covariance = identity(self.mean) / self.prior_precision
         return self._covariance
 
     @torch.no_grad()
     def update(self, x: Any, y: Tensor) -> None:
         """Condition on ``y`` observed at ``x``: a batch, its first dimension of any length, taken jointly."""
         seen = self._observe(x, y)
-        cross = self._covariance @ seen.jacobian.T  # P·Jᵀ
+        cross = self.covariance @ seen.jacobian.T  # P·Jᵀ
         inner = seen.output_fisher @ seen.jacobian @ cross
         inner.diagonal().add_(1)
         gain = torch.linalg.solve(inner, cross, left=False)  # P·Jᵀ(I + V·J·P·Jᵀ)⁻¹
         mean = self.mean + gain @ seen.residual
         check_finite(mean)
         weighted = gain @ seen.output_fisher  # K·R
-        covariance = self._covariance - weighted @ cross.T  # (I − K·A)·P
+        covariance = self.covariance - weighted @ cross.T  # (I − K·A)·P
         covariance = covariance - (covariance @ seen.jacobian.T) @ weighted.T + weighted @ gain.T
         self._covariance = (covariance + covariance.T) / 2
         self._move(mean)

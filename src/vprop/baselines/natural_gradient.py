@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from vprop.baselines._online import OnlineMethod, check_finite, check_positive
+from vprop.baselines._online import OnlineMethod, check_finite, check_positive, identity
 from vprop.checks import invalid, is_number
 from vprop.likelihood import Likelihood
 from vprop.precision import as_tensor
@@ -63,7 +63,7 @@ class OnlineNaturalGradient(OnlineMethod):
         self._kind = _checked(fisher)
         _step_at(self._step_size, 1)
         self._last_step = 1.0
-        self.fisher = self.prior_precision * _identity(self.mean)
+        self.fisher = self.prior_precision * identity(self.mean)
         """F, the averaged Fisher matrix."""
 
     @property
@@ -131,7 +131,7 @@ class RegularizedNaturalGradient(OnlineMethod):
             )
         self._step_size, self._kind = step_size, _checked(fisher)
         _step_at(self._step_size, 1)
-        self.fisher = float(hess_init) * _identity(self.mean)
+        self.fisher = float(hess_init) * identity(self.mean)
         """F, the averaged Fisher matrix of one example."""
 
     @property
@@ -157,7 +157,7 @@ class RegularizedNaturalGradient(OnlineMethod):
         self._move(mean)
 
     def _damped(self, fisher: Tensor) -> Tensor:
-        return fisher + self.damping * _identity(fisher)
+        return fisher + self.damping * identity(fisher)
 
 
 def _step_at(step_size: StepSize, t: int) -> float:
@@ -171,11 +171,6 @@ def _checked(fisher: FisherKind) -> FisherKind:
     if fisher not in get_args(FisherKind):
         raise invalid("fisher", fisher, "'model' or 'gradient'", "'model' averages the labels out exactly.")
     return fisher
-
-
-def _identity(like: Tensor) -> Tensor:
-    """A square matrix with as many rows as ``like``."""
-    return torch.eye(len(like), dtype=like.dtype, device=like.device)
 
 
 def _solve(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -1,31 +1,73 @@
-"""Which layers a model calls with weights whose gradients are wanted, what goes into them and what comes out."""
+"""Which layers a model calls with weights whose gradients are wanted, what goes into them and what comes out.
+
+A layer here is linear in its weight and in its bias, so that all examples' gradients in them follow from two tensors
+that an ordinary pass has at hand: what goes into it, a, and the slope of the loss in what comes out, g = ∂ℓ/∂z. For
+z = Wa + b the gradient of an example is g·aᵀ in W and g in b, summed over the positions at which it is applied.
+
+Inputs a and slopes g have the examples along their first dimension, and after it the shape one example has alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.func import vjp, vmap
 from torch.overrides import TorchFunctionMode
 
-from vprop.curvature._layers import Convolution, Embedding, Layer, Linear, pad_in_numbers
+Apply = Callable[..., Tensor]
+"""What a layer makes of inputs, weight and bias."""
 
 
 @dataclass
 class LayerCall:
     """A call of a layer; weight and bias by name, where their gradients are wanted."""
 
-    layer: Layer
+    function: Any
+    """Of torch's."""
+    apply: Apply
+    shape: torch.Size
+    """Of the weight."""
     weight: str | None
     bias: str | None
     inputs: Tensor
     outputs: Tensor
+    padding_idx: int | None = None
+    """Of an embedding: the row that has no gradient."""
+
+    def weight_rows(self, inputs: Tensor, slopes: Tensor) -> Tensor:
+        """Every example's gradient in the weight."""
+        anywhere = slopes.new_zeros(self.shape)  # the slope in a weight is the same at all of its values
+        return vmap(lambda a, g: vjp(lambda weight: self.apply(a, weight, None), anywhere)[1](g)[0])(inputs, slopes)
+
+    def bias_rows(self, slopes: Tensor) -> Tensor:
+        """Every example's gradient in the bias: Σ over positions of g; spatial dimensions come after the features."""
+        features = 1 - len(self.shape)
+        return slopes.movedim(features, 1).reshape(len(slopes), slopes.shape[features], -1).sum(2)
+
+    def weight_squares(self, inputs: Tensor, slopes: Tensor) -> Tensor:
+        """The sum over examples of the squared gradient in the weight; without the gradients where that can be."""
+        if self.function is F.embedding:
+            return self._embedding_squares(inputs, slopes)
+        if self.function is F.linear and inputs[0].numel() == inputs.shape[-1]:  # one position: (g²)ᵀa²
+            return slopes.flatten(1).square().T @ inputs.flatten(1).square()
+        return self.weight_rows(inputs, slopes).square_().sum(0)
+
+    def _embedding_squares(self, inputs: Tensor, slopes: Tensor) -> Tensor:
+        """Only the rows that an example picked are summed and squared, not a table for each example."""
+        rows, features = self.shape
+        slopes = slopes.reshape(-1, features)
+        if self.padding_idx is not None:
+            slopes = slopes.masked_fill(inputs.reshape(-1, 1) == self.padding_idx % rows, 0)
+        first = torch.arange(len(inputs), device=inputs.device).unsqueeze(1) * rows
+        addresses, places = (first + inputs.reshape(len(inputs), -1)).flatten().unique(return_inverse=True)
+        picked = slopes.new_zeros(len(addresses), features).index_add_(0, places, slopes)
+        return slopes.new_zeros(rows, features).index_add_(0, addresses % rows, picked.square_())
 
 
 class NotByLayersError(RuntimeError):
@@ -46,7 +88,6 @@ class Recorder(TorchFunctionMode):
         self._weights = weights
         self._zero = zero
         self._calls = calls
-        self._inside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule, kwargs = _RULES.get(func), kwargs or {}
@@ -54,7 +95,7 @@ class Recorder(TorchFunctionMode):
         return func(*args, **kwargs) if outputs is None else outputs
 
     def call(
-        self, layer: Layer, func: Callable[..., Tensor], inputs: Tensor, weight: Tensor, bias: Tensor | None = None
+        self, func: Any, apply: Apply, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, **more: Any
     ) -> Tensor | None:
         """The layer's outputs; ``None`` if neither weight nor bias is a copy."""
         names = self._names.get(id(weight)), self._names.get(id(bias))
@@ -64,24 +105,13 @@ class Recorder(TorchFunctionMode):
             return None
         shared = [p if name is None else self._weights[name] for p, name in zip((weight, bias), names, strict=True)]
         # The zero makes sure that every example has outputs of its own, and that these are in the graph.
-        outputs = func(inputs, *shared) + self._zero
+        outputs = apply(inputs, *shared) + self._zero
         if _is_wrapped(get_unwrapped(outputs)):
             raise NotByLayersError("the model differentiates the layer, so that more than its outputs has a slope")
         if torch.is_autocast_enabled(outputs.device.type):
             inputs = inputs.clone()  # autograd keeps a cast of them, so that the model may write over them
-        self._calls.append(LayerCall(layer, *names, inputs, outputs))
+        self._calls.append(LayerCall(func, apply, weight.shape, *names, inputs, outputs, **more))
         return outputs.clone()  # over these it may always write
-
-    def call_inside(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a function returns that calls layers itself; ``None`` if it comes back here."""
-        if self._inside:
-            return None
-        self._inside = True
-        try:
-            with self:
-                return func(*args, **kwargs)
-        finally:
-            self._inside = False
 
 
 def _is_wrapped(x: Any) -> bool:
@@ -92,42 +122,16 @@ def _is_wrapped(x: Any) -> bool:
 # -- rules: each has the signature of a function of torch's, and returns None where that is to be called as it is ------
 
 
-def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    return recorder.call(Linear(), func, input, weight, bias)
-
-
-def _convolution(
+def _layer(
     recorder: Recorder,
     func: Any,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    *options: Any,
+    **named: Any,
 ) -> Tensor | None:
-    shape = tuple(weight.shape)
-    input, padding = pad_in_numbers(input, shape[2:], padding, dilation)
-    layer, options = Convolution(shape, stride, padding, dilation, groups), (stride, padding, dilation, groups)
-    return recorder.call(layer, lambda x, w, b: func(x, w, b, *options), input, weight, bias)
-
-
-def _transposed_convolution(
-    recorder: Recorder,
-    func: Any,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Tensor | None:
-    layer = Convolution(tuple(weight.shape), stride, padding, dilation, groups, transposed=True)
-    options = (stride, padding, output_padding, groups, dilation)
-    return recorder.call(layer, lambda x, w, b: func(x, w, b, *options), input, weight, bias)
+    return recorder.call(func, lambda a, w, b: func(a, w, b, *options, **named), input, weight, bias)
 
 
 def _embedding(
@@ -143,19 +147,7 @@ def _embedding(
 ) -> Tensor | None:
     if max_norm is not None or scale_grad_by_freq or sparse:
         return None  # these change the weight, or what its gradient is
-    layer = Embedding(weight.shape[0], weight.shape[1], padding_idx)
-    return recorder.call(layer, lambda x, w, b: func(x, w, padding_idx), input, weight)
-
-
-def _multi_head_attention(recorder: Recorder, func: Any, *args: Any, **kwargs: Any) -> Any:
-    return recorder.call_inside(_OPEN_ATTENTION, *args, **kwargs)
-
-
-def _dot_product_attention(recorder: Recorder, func: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    if query.device.type != "cpu":
-        return None
-    with sdpa_kernel(SDPBackend.MATH):  # torch's kernel for CPUs takes one example after the other under vmap
-        return func(query, *args, **kwargs)
+    return recorder.call(func, lambda a, w, b: func(a, w, padding_idx), input, weight, padding_idx=padding_idx)
 
 
 def _weight_norm(recorder: Recorder, func: Any, *args: Any, **kwargs: Any) -> None:
@@ -166,26 +158,12 @@ def _asked_for_graph(recorder: Recorder, func: Any, *args: Any, **kwargs: Any) -
     raise NotByLayersError("the model asks whether a tensor requires a gradient, and under vmap alone none seems to")
 
 
-def _opened(func: Any) -> Any:
-    """A function of torch's that does not hand over to a mode as a whole, so that the mode sees the calls inside."""
-    scope = func.__globals__ | {"has_torch_function": lambda tensors: False}
-    opened = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
-    opened.__kwdefaults__ = func.__kwdefaults__
-    return opened
-
-
-_OPEN_ATTENTION = _opened(F.multi_head_attention_forward)
+_LAYERS = (
+    F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+)  # fmt: skip
 _RULES: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
-    F.conv1d: _convolution,
-    F.conv2d: _convolution,
-    F.conv3d: _convolution,
-    F.conv_transpose1d: _transposed_convolution,
-    F.conv_transpose2d: _transposed_convolution,
-    F.conv_transpose3d: _transposed_convolution,
+    **dict.fromkeys(_LAYERS, _layer),
     F.embedding: _embedding,
-    F.multi_head_attention_forward: _multi_head_attention,
-    F.scaled_dot_product_attention: _dot_product_attention,
     torch._weight_norm: _weight_norm,
     **{getattr(Tensor, name).__get__: _asked_for_graph for name in ("requires_grad", "grad_fn")},
 }

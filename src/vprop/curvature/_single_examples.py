@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vprop.curvature._failures import is_of_the_model, is_of_torch_func
 from vprop.curvature._layer_calls import LayerCall, NotByLayersError, Recorder
 from vprop.curvature._second_derivatives import detached_copies
 from vprop.precision import compute_dtype
@@ -40,20 +42,19 @@ def squared_gradients(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any
 
     Some models cannot have a weight per example (``spectral_norm`` in training mode writes what it makes of the weight
     into a buffer) or cannot be had by their layers: those are left to ``torch.func``; and what that cannot run either
-    (recurrent layers on a CPU) is differentiated one example after the other. Errors of the model's are raised as they
-    are. Where it cannot be told whose an error is, the model is run plainly, on one example: if it fails, with that.
+    (recurrent layers on a CPU) is differentiated one example after the other. Where a way fails, the model is run
+    plainly, on one example, so that an error of its own is raised as it is.
     """
     for way in (_by_layers, _by_transforms):
         try:
             return way(loss_of_one, weights, x, y)
         except NotByLayersError:
-            is_clear = True
-        except RuntimeError as error:
-            if is_of_the_model(error):
-                raise
-            is_clear = is_of_torch_func(error)
-        if not is_clear:
-            loss_of_one(detached_copies(weights), *_example(0, x, y))
+            continue
+        except torch.OutOfMemoryError:
+            raise  # a slower way would only hide that
+        except RuntimeError:
+            pass  # and out of this block, so that what follows is no error within an error
+        loss_of_one(detached_copies(weights), *_example(0, x, y))
     return _one_by_one(loss_of_one, weights, x, y)
 
 
@@ -99,10 +100,12 @@ def _by_layers(loss_of_one: LossOfOne, weights: dict[str, Tensor], x: Any, y: An
         return loss, share, [call.inputs for call in calls], [call.outputs for call in calls]
 
     in_dims = (0, *_dims_of_examples(x, y), 0)
-    losses, shares, inputs, outputs = vmap(run, in_dims=in_dims, randomness="different")(copies, x, y, zeros)
+    # torch's attention kernel for CPUs takes one example after the other under vmap, and warns of it.
+    with sdpa_kernel(SDPBackend.MATH) if zeros.device.type == "cpu" else nullcontext():
+        losses, shares, inputs, outputs = vmap(run, in_dims=in_dims, randomness="different")(copies, x, y, zeros)
     # What vmap returns are the tensors of all examples at once.
     calls = [
-        LayerCall(call.layer, call.weight, call.bias, a.detach(), z)
+        replace(call, inputs=a.detach(), outputs=z)
         for call, a, z in zip(calls, inputs, outputs, strict=True)
         if z.requires_grad  # not in a no_grad() of the model's
     ]
@@ -132,13 +135,13 @@ def _square(name: str, copy: Tensor, rows: Tensor | None, calls: list[tuple[Laye
     dtype = compute_dtype(copy)
     if rows is None and len(calls) == 1 and calls[0][0].bias != name:
         call, slope = calls[0]
-        return call.layer.weight_squares(_in_dtype(call.inputs, dtype), slope.to(dtype))
+        return call.weight_squares(_in_dtype(call.inputs, dtype), slope.to(dtype))
     parts = [] if rows is None else [rows.to(dtype)]
     for call, slope in calls:
         if call.weight == name:
-            parts.append(call.layer.weight_rows(_in_dtype(call.inputs, dtype), slope.to(dtype)))
+            parts.append(call.weight_rows(_in_dtype(call.inputs, dtype), slope.to(dtype)))
         if call.bias == name:
-            parts.append(call.layer.bias_rows(slope.to(dtype)))
+            parts.append(call.bias_rows(slope.to(dtype)))
     return sum(parts[1:], parts[0]).square().sum(0) if parts else torch.zeros_like(copy[0], dtype=dtype)
 
 

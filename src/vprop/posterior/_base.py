@@ -9,17 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vprop import noise
-from vprop.checks import check_loss, check_num_samples, check_seed, invalid
+from vprop.checks import check_num_samples, check_seed, invalid
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
 from vprop.likelihood.terms import LossWatch
-from vprop.objective import LossFunction, Objective, batch_size_of, call_model
+from vprop.objective import LossFunction, Objective, call_model
 from vprop.posterior import _registry, io
+from vprop.posterior._batches import ElboEstimate, batches_of, size_of_batch
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
 from vprop.replica import Replica, evaluating_replicas
@@ -27,15 +28,6 @@ from vprop.wrappers import refuse_sharded
 
 _COUNTING = threading.Lock()
 """Two threads that ask a posterior for a fresh draw at once must not get the same one."""
-
-
-class ElboEstimate(NamedTuple):
-    """An ELBO with its parts and its Monte Carlo error."""
-
-    value: float
-    standard_error: float
-    expected_log_likelihood: float
-    kl: float
 
 
 class Posterior(ABC):
@@ -349,13 +341,13 @@ class Posterior(ABC):
         # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
         losses, examples = [0.0] * num_samples, 0.0
         refuse_sharded(self.model, "elbo()")
-        for x, y, batch_loss in self._batches(objective, loss_fn):
+        for x, y, batch_loss in batches_of(objective, loss_fn):
             size, watch = 0.0, LossWatch()
             for k, model in enumerate(self._sampled_models(num_samples, seed)):
                 with watch if k == 0 else nullcontext():
                     loss = batch_loss(call_model(model, x), y)
                 if k == 0:
-                    size = _size_of_batch(watch, loss, y)
+                    size = size_of_batch(watch, loss, y)
                     examples += size
                 if size == 0:
                     break  # 0/0 with any weights
@@ -370,44 +362,6 @@ class Posterior(ABC):
         expected, kl = float(per_sample.mean()), float(self.kl())
         return ElboEstimate(expected - kl, spread, expected, kl)
 
-    def _batches(
-        self, objective: Objective | Iterable[Any], loss_fn: LossFunction | None
-    ) -> Iterator[tuple[Any, Any, LossFunction]]:
-        if not isinstance(objective, Iterable | Objective):
-            raise TypeError(
-                f"elbo(objective): got {type(objective).__name__}, must be a vprop.Objective or a loader of batches. "
-                "Pass vprop.Objective(model, loss_fn, x, y), or a DataLoader with loss_fn=..."
-            )
-        if loss_fn is not None:
-            check_loss(loss_fn, "elbo(loader, loss_fn=...)")
-        for batch in [objective] if isinstance(objective, Objective) else objective:
-            if isinstance(batch, Objective):
-                yield batch.x, batch.y, batch.loss_fn
-            elif loss_fn is None:
-                raise ValueError(
-                    "elbo(loader) needs loss_fn: pass elbo(loader, loss_fn=...), where loss_fn(model(x), y) is the "
-                    "mean negative log-likelihood of a batch."
-                )
-            else:
-                if not isinstance(batch, tuple | list) or len(batch) != 2:
-                    raise TypeError(
-                        f"elbo(loader): got a batch of type {type(batch).__name__}, must be a pair (x, y) with "
-                        "loss_fn(model(x), y) its loss. Several inputs go into one x, a tuple or a dict."
-                    )
-                x, y = batch
-                yield x, y, loss_fn
-
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def _size_of_batch(watch: LossWatch, loss: Tensor, y: Any) -> float:
-    """What the loss of a batch counts as among others: what it was divided by, as far as that was seen."""
-    if watch.is_sum(loss):
-        raise ValueError(
-            'elbo(): the loss is a sum over the batch (reduction="sum"), must be a mean, as PyTorch\'s losses are by '
-            "default: ess says how many examples the mean stands for."
-        )
-    terms = watch.terms_of(loss)
-    return float(batch_size_of(y) if terms is None else terms)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -22,13 +21,14 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from vprop.lab.bench.clock import Report
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
     help="Measure what a step costs, in time and memory, beside torch's optimizers and installed peers.",
 )
-
 
 WIDTH = 120
 """Of tables that go to a file."""
@@ -39,14 +39,6 @@ class Device(str, Enum):
 
     CPU = "cpu"
     CUDA = "cuda"
-
-
-class Model(str, Enum):
-    """What to train."""
-
-    GPT = "gpt"
-    RESNET = "resnet"
-    ALL = "all"
 
 
 DeviceOption = Annotated[Device | None, typer.Option(help="Where to measure; a GPU if there is one.")]
@@ -76,42 +68,28 @@ def step(
     sweep_minutes: Annotated[float, typer.Option(min=0.0, help="Time after which each of the two sweeps ends.")] = 10.0,
 ) -> None:
     """Time of the optimizer alone, sampling included, on tensors whose gradients are there already."""
-    with _session(json) as console:
-        from vprop.lab.bench import contenders, show
-        from vprop.lab.bench.step import Plan, measure
-        from vprop.lab.bench.sweep import Sweep
+    with _measuring(json, device, threads) as (place, result, report):
+        from vprop.lab.bench.contenders import choose
+        from vprop.lab.bench.step import measure, sizes
+        from vprop.lab.bench.step import sweep as measure_sweep
         from vprop.lab.bench.tensors import Tensors
 
-        place = _prepare(device, threads, json)
-        chosen = contenders.choose(only or [])
-        if quick and not only:
-            chosen = [contender for contender in chosen if contender.path != "compiled"]
-        size, count = _size(place, params, tensors, quick)
-        result = _result(place, {"params": size, "tensors": count, "dtype": "float32", "budget": budget})
-        with _shown(console, lambda: show.step_table(result, console)) as report:
-            plan = Plan(place, 0.02 if quick else budget, report=report)
-            on = Tensors(size, count, place)
-            result["settings"]["params"] = on.numel
-            result["copy"] = measure(chosen, on, plan, result["rows"])
-            del on
-            if sweep:
-                result["sweep"] = _sweep(Sweep(plan, sweep_minutes), place, count, quick)
+        chosen, (size, count) = choose(only or []), _size(place, params, tensors, quick)
+        budget = 0.02 if quick else budget
+        on = Tensors(size, count, place)
+        result["settings"] = {"params": on.numel, "tensors": count, "dtype": "float32", "budget": budget}
+        result["rows"], result["copy"] = measure(chosen, on, budget, report)
+        del on
         if sweep:
-            for along in ("parameters", "tensors"):
-                show.sweep_table(result["sweep"][along], along, console)
-            if result["sweep"]["out_of_time"]:
-                console.print(
-                    f"A sweep ended early, after {sweep_minutes:g} minutes (--sweep-minutes).", style="yellow"
-                )
-        _save(result, json, console)
-
-
-def _sweep(sweep: Any, place: torch.device, tensors: int, quick: bool) -> dict[str, Any]:
-    on_gpu = place.type == "cuda"
-    along: dict[str, Any] = {"parameters": [], "tensors": []}
-    sweep.over_parameters(1e5 if quick else 1e9 if on_gpu else 1e8, tensors, along["parameters"])
-    sweep.over_tensors(1e5 if quick else 1e8 if on_gpu else 12.6e6, 100 if quick else 10_000, along["tensors"])
-    return along | {"out_of_time": sweep.out_of_time}
+            most, many = (1e5, 100) if quick else (1e9 if place.type == "cuda" else 3e7, 10_000)
+            fixed = 1e5 if quick else 1e8 if place.type == "cuda" else 12.6e6
+            along = {
+                "parameters": [(params, count) for params in sizes(1e4, most)],
+                "tensors": [(fixed, int(number)) for number in sizes(1, many)],
+            }
+            result["sweep"] = {
+                name: measure_sweep(points, place, budget / 4, sweep_minutes, report) for name, points in along.items()
+            }
 
 
 @app.command()
@@ -125,26 +103,18 @@ def memory(
     only: OnlyOption = None,
 ) -> None:
     """Memory beyond weights and gradients, in units of the parameters' size: steady, and at most in a step."""
-    with _session(json) as console:
-        from vprop.lab.bench import contenders, show
+    with _measuring(json, device, threads) as (place, result, report):
+        from vprop.lab.bench.contenders import MEASURED, choose
         from vprop.lab.bench.memory import measure
-        from vprop.lab.bench.step import Plan
 
-        place = _prepare(device, threads, json)
-        chosen = contenders.choose(only or [], contenders.for_memory())
-        size, count = _size(place, params, tensors, quick, small=1e6)
-        result = _result(place, {"params": size, "tensors": count, "dtype": "float32"})
-        with _shown(console, lambda: show.memory_table(result, console)) as report:
-            measure(chosen, size, count, Plan(place, report=report), result["rows"])
-        _save(result, json, console)
+        chosen, (size, count) = choose(only or [], MEASURED), _size(place, params, tensors, quick, small=1e6)
+        result["settings"] = {"params": size, "tensors": count, "dtype": "float32"}
+        result["rows"] = measure(chosen, size, count, place, report)
 
 
 @app.command()
 def train(
-    model: Annotated[Model, typer.Argument(help="What to train: gpt, resnet or both.")] = Model.ALL,
     device: DeviceOption = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Examples in a batch: as many as fill the device.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="How often it is each contender's turn.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps that are timed in a row.")] = None,
     quick: QuickOption = False,
@@ -153,30 +123,21 @@ def train(
     only: OnlyOption = None,
 ) -> None:
     """Whole training steps of a GPT and a ResNet on random data: time in turns, and peak memory on a GPU."""
-    with _session(json) as console:
-        from vprop.lab.bench import show
+    with _measuring(json, device, threads) as (place, result, report):
+        from vprop.lab.bench.models import TASKS
         from vprop.lab.bench.step import clean_up
-        from vprop.lab.bench.train import Rounds, choose, measure
-        from vprop.lab.bench.training_sizes import sized_task
+        from vprop.lab.bench.train import choose, measure
 
-        place = _prepare(device, threads, json)
-        names = choose(only or [])
-        small = quick or place.type == "cpu"
-        plan = Rounds(rounds or (2 if quick else 10), steps or (1 if small else 5))
-        settings = {"rounds": plan.count, "steps": plan.steps, "compiled": compile, "autocast": place.type == "cuda"}
-        result = _result(place, settings)
-        del result["rows"]
-        result["models"] = []
-        with _shown(console, lambda: show.train_table(result, console)) as plan.report:
-            for kind in ("gpt", "resnet") if model is Model.ALL else (model.value,):
-                task, examples = sized_task(kind, place, batch, compile, quick)
-                count = sum(p.numel() for p in task.parameters())
-                entry: dict[str, Any] = {"model": kind, "params": count, "batch": examples, "rows": []}
-                result["models"].append(entry)
-                measure(task, names, plan, entry["rows"])
-                del task
-                clean_up()
-        _save(result, json, console)
+        names, on_gpu = choose(only or []), place.type == "cuda"
+        rounds, steps = rounds or (2 if quick else 10), steps or (1 if quick or not on_gpu else 5)
+        result |= {"settings": {"rounds": rounds, "steps": steps, "autocast": on_gpu}, "models": []}
+        for kind, make in TASKS.items():
+            task, batch = make("usual" if on_gpu and not quick else "tiny" if quick else "small", place)
+            count = sum(p.numel() for p in task.parameters())
+            rows = measure(task, names, rounds, steps, report)
+            result["models"].append({"model": kind, "params": count, "batch": batch, "rows": rows})
+            del task
+            clean_up()
 
 
 @app.command()
@@ -189,7 +150,7 @@ def page(
     """Make the tables of Markdown pages anew from result files."""
     with _session() as console:
         from vprop.files import write_text
-        from vprop.lab.bench.page import filled
+        from vprop.lab.bench.tables import filled
 
         for path in pages:
             write_text(path, filled(path.read_text(encoding="utf-8"), results))
@@ -204,21 +165,19 @@ def plot(
     """Draw cost against parameters and against tensors, from result files."""
     with _session() as console:
         from vprop.lab.bench.errors import BenchError
-        from vprop.lab.bench.output import load
-        from vprop.lab.engine.store import require_writable
+        from vprop.lab.engine.store import read_json, require_writable
 
-        results = [(path, load(path)) for path in files]
-        for path, result in results:
+        remedy = "vprop bench step --sweep --json FILE"
+        results = {path: read_json(path, remedy) for path in files}
+        for path, result in results.items():
             if "sweep" not in result:
-                raise BenchError(
-                    f"{path} has no sweep to draw: make one with `vprop bench step --sweep --json {path}`."
-                )
+                raise BenchError(f"{path} has no sweep to draw: make one with `{remedy}`.")
         try:
             from vprop.lab.bench.plot import draw
         except ImportError as error:
             raise BenchError(f'Plots need {error.name}: pip install "vprop[lab]".') from error
         require_writable(out)
-        for path, result in results:
+        for path, result in results.items():
             for made in draw(result, out, path.stem):
                 console.print(f"Plot: {made}", soft_wrap=True)
 
@@ -231,15 +190,15 @@ def _session(json: Path | None = None) -> Iterator[Console]:
     """Errors in a sentence, and a word about the file when it is interrupted."""
     from rich.console import Console
 
-    from vprop.lab.bench.errors import BenchError, ran_out_of_memory
+    from vprop.lab.bench.errors import BenchError
 
     with messages(remedy=""):
         try:
             yield Console() if sys.stdout.isatty() else Console(width=WIDTH)
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out_of_memory(error):
+        except (RuntimeError, MemoryError) as error:  # on a CPU torch has no type for it
+            if not any(words in str(error) for words in ("out of memory", "allocate memory")):
                 raise
-            raise BenchError("This does not fit into memory. Use fewer --params, or a smaller --batch.") from error
+            raise BenchError("This does not fit into memory. Use fewer --params.") from error
         except KeyboardInterrupt:
             what = "nothing was" if json is None else f"{json} was not"
             raise Interrupted(f"Interrupted: {what} written.") from None
@@ -247,21 +206,35 @@ def _session(json: Path | None = None) -> Iterator[Console]:
             gc.unfreeze()
 
 
-def _prepare(device: Device | None, threads: int | None, json: Path | None) -> torch.device:
-    """Refuse what cannot work, before anything is measured."""
+@contextmanager
+def _measuring(
+    json: Path | None, device: Device | None, threads: int | None
+) -> Iterator[tuple[torch.device, dict[str, Any], Report]]:
+    """Where to measure, the result to fill, and who is told of what is measured; shown and written at the end."""
     import torch
 
     from vprop.lab.bench.errors import BenchError
-    from vprop.lab.bench.output import require_file
+    from vprop.lab.bench.tables import show
+    from vprop.lab.engine.store import require_writable, write_json
 
-    if device is Device.CUDA and not torch.cuda.is_available():
-        raise BenchError("--device cuda: torch finds no CUDA device here. Use --device cpu.")
-    if json is not None:
-        require_file(json)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    gc.freeze()  # what is loaded by now need not be looked through after each contender
-    return torch.device(device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    with _session(json) as console:
+        if device is Device.CUDA and not torch.cuda.is_available():
+            raise BenchError("--device cuda: torch finds no CUDA device here. Use --device cpu.")
+        if json is not None:
+            if json.is_dir():
+                raise BenchError(f"Cannot write to {json}: it is a folder. Choose a file with --json.")
+            require_writable(json.parent, json, "Choose another file with --json.")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        gc.freeze()  # what is loaded by now need not be looked through after each contender
+        place = torch.device(device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        result = _origin(place)
+        with console.status("measuring") as status:
+            yield place, result, status.update
+        show(result, console)
+        if json is not None:
+            write_json(json, result, indent=1)
+            console.print(f"Result: {json}", soft_wrap=True)
 
 
 def _size(
@@ -279,33 +252,16 @@ def _size(
     return size, count
 
 
-def _result(place: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
-    from vprop.lab.bench.output import surroundings
+def _origin(place: torch.device) -> dict[str, Any]:
+    """What a file says about where it comes from."""
+    from vprop.lab.bench.peers import version
+    from vprop.lab.environment import environment, processor
 
     words = sys.argv[1:]
     words = words[words.index("bench") + 1 :] if "bench" in words else words
     if "--json" in words:  # where the file was written to is nobody's business
         place_of_path = words.index("--json")
         del words[place_of_path : place_of_path + 2]
-    command = shlex.join(["vprop", "bench", *words])
-    return {"command": command, "environment": surroundings(place), "settings": settings, "rows": []}
-
-
-@contextmanager
-def _shown(console: Console, show: Callable[[], None]) -> Iterator[Callable[[str], None]]:
-    """A line that says what is being measured, and then the table; of what was measured before an interrupt, too."""
-    try:
-        with console.status("measuring") as status:
-            yield lambda text: status.update(f"measuring {text}")
-    except KeyboardInterrupt:
-        show()
-        raise
-    show()
-
-
-def _save(result: dict[str, Any], json: Path | None, console: Console) -> None:
-    from vprop.lab.engine.store import write_json
-
-    if json is not None:
-        write_json(json, result, indent=1)
-        console.print(f"Result: {json}", soft_wrap=True)
+    found = environment() | {"device": place.type, "processor": processor(), "triton": version("triton")}
+    peers = {package: version(package) for package in ("ivon-opt", "pyro-ppl")}
+    return {"command": shlex.join(["vprop", "bench", *words]), "environment": found | {"peers": peers}}

@@ -1,4 +1,4 @@
-"""Who takes part: this library's methods in every path and loop, torch's optimizers, and peers that are installed."""
+"""Who takes part: this library's methods in every loop, torch's optimizers, and peers that are installed."""
 
 from __future__ import annotations
 
@@ -7,66 +7,94 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer
+from torch import nn
 
 import vprop
 from vprop.lab.bench import peers
 from vprop.lab.bench.clock import Call
-from vprop.lab.bench.errors import BenchError, Unavailable, first_line, matching
+from vprop.lab.bench.errors import EXPECTED, BenchError, Unavailable, first_line, matching
 from vprop.lab.bench.limits import TORCH, loop_bytes
-from vprop.lab.bench.tensors import Holder, Tensors, give
+from vprop.lab.bench.tensors import Holder, Tensors
 
 TINY = 1e-6
 """A step size: nothing that is timed depends on it, and the weights stay as they are."""
-EXPECTED = (ValueError, TypeError, RuntimeError, NotImplementedError, ImportError)
-"""What a path that does not exist here raises. Out of memory is among them."""
+REFERENCE = "RMSprop default"
+"""What all times are divided by."""
 
-
-@dataclass
-class Ready:
-    """A contender at work: calls which together are one step of training, without forward and backward."""
-
-    stages: dict[str, Call]
-    plain: Call | None = None
-    """What is in the stages but not counted: for peers that cannot do without a forward and backward."""
-    kept: Any = None
-    """What must live as long as the calls do."""
+Stages = dict[str, Call]
+"""Calls that together are one step of training, without forward and backward."""
 
 
 @dataclass(frozen=True)
 class Contender:
     """One way to make a step."""
 
-    method: str
-    path: str
-    loop: str
-    build: Callable[[Tensors], Ready]
-    family: str
+    name: str
+    build: Callable[[Tensors], Stages]
     bytes_per_param: dict[str, int] = field(default_factory=dict)
     """The least that each stage must move; see ``limits``."""
-    note: str = ""
     own_copies: int = 0
     """How many of the weights and gradients it has for itself, beside those it was given: not extra memory."""
 
-    @property
-    def name(self) -> str:
-        """As shown."""
-        return " ".join(word for word in (self.method, self.path, self.loop) if word)
-
-    @property
-    def captured(self) -> bool:
-        """Whether it is a CUDA graph."""
-        return self.path.endswith("CUDA graph")
-
-    def ready(self, tensors: Tensors) -> Ready:
+    def ready(self, tensors: Tensors) -> Stages:
         """At work on these tensors; one call was made to see that it can."""
         try:
-            ready = self.build(tensors)
-            for stage in ready.stages.values():
+            stages = self.build(tensors)
+            for stage in stages.values():
                 stage()
         except EXPECTED as error:
             raise Unavailable(first_line(error)) from error
-        return ready
+        return stages
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+def closure_loop(optimizer: Any, model: nn.Module, backward: Call) -> Call:
+    """``step(closure)``."""
+    return lambda: optimizer.step(backward)
+
+
+def context_loop(optimizer: Any, model: nn.Module, backward: Call) -> Call:
+    """``with sampled_params():``, once for each sample."""
+
+    def call() -> None:
+        for sample in range(optimizer.mc_samples):
+            with optimizer.sampled_params(sample):
+                backward()
+        optimizer.step()
+
+    return call
+
+
+def attach_loop(optimizer: Any, model: nn.Module, backward: Call) -> Call:
+    """``attach``, and then a plain loop."""
+    optimizer.attach(model)
+    return plain_loop(optimizer, model, backward)
+
+
+def plain_loop(optimizer: Any, model: nn.Module, backward: Call) -> Call:
+    """That of an optimizer which does not sample."""
+
+    def call() -> None:
+        backward()
+        optimizer.step()
+
+    return call
+
+
+def ivon_loop(optimizer: Any, model: nn.Module, backward: Call) -> Call:
+    """That of ivon-opt."""
+
+    def call() -> None:
+        with optimizer.sampled_params(train=True):
+            backward()
+        optimizer.step()
+
+    return call
+
+
+LOOPS = {"closure": closure_loop, "context": context_loop, "attach": attach_loop}
 
 
 # -- this library ------------------------------------------------------------------------------------------------------
@@ -90,72 +118,36 @@ METHODS = (
     Variant("Vario", vprop.Vario, {"batch_size": 32}, momentum=True),
     Variant("Vadam", vprop.Vadam, {"hess_init": 1.0}, momentum=True),
 )
-PATHS: dict[str, dict[str, Any]] = {
-    "fused": {"fused": True},
-    "default": {},
-    "foreach": {"foreach": True},
-    "for-loop": {"foreach": False},
-}
-LOOPS = ("closure", "context", "attach")
 
 
-def _ours(method: Variant, path: str, loop: str, wrap: Callable[[Call], Call] | None = None, **more: Any) -> Contender:
-    """A method in a path and a loop; ``wrap`` compiles or captures what is called."""
+def ours(method: Variant, path: str, loop: str, **more: Any) -> Contender:
+    """A method in a loop, in a path: "fused" (the kernels) or "foreach" (torch's own operations)."""
 
-    def build(tensors: Tensors) -> Ready:
+    def build(tensors: Tensors) -> Stages:
         params = tensors.parameters()
-        optimizer = method.build(
-            params, lr=TINY, num_data=1e5, **method.arguments, **PATHS.get(path, PATHS["default"]), **more
-        )
-        ready = _LOOPS[loop](optimizer, params, tensors)
-        if wrap is not None:
-            (stage,) = ready.stages
-            ready.stages[stage] = wrap(ready.stages[stage])
-        return ready
+        model = Holder(params)
+        arguments = {path: True, "lr": TINY, "num_data": 1e5} | method.arguments | more
+        optimizer = method.build(params, **arguments)
+
+        def backward() -> object:
+            loss = model()
+            if method.pair:  # between two samples the optimizer takes the gradients away
+                for param, grad in zip(params, tensors.grads, strict=True):
+                    param.grad = grad
+            return loss
+
+        if loop == "in parts":
+            return _in_parts(optimizer)
+        call = LOOPS[loop](optimizer, model, backward)
+        return {loop: _captured(call) if "capturable" in more else call}
 
     stages = ("sample", "restore", "step") if loop == "in parts" else (loop,)
     moved = {stage: loop_bytes(stage, momentum=method.momentum, pair=method.pair) for stage in stages}
-    shown = f"{path} CUDA graph" if wrap is _captured else "compiled" if wrap is _compiled else path
-    return Contender(method.name, shown, loop, build, "vprop", moved)
+    shown = f"{path} CUDA graph" if "capturable" in more else path
+    return Contender(f"{method.name} {shown} {loop}", build, moved)
 
 
-def _closure(optimizer: Any, params: list[Any], tensors: Tensors) -> Ready:
-    """Gradients are there already: the closure does nothing. Between two samples the optimizer takes them away."""
-    several = optimizer.mc_samples > 1
-
-    def closure() -> float:
-        if several:
-            give(params, tensors.grads)
-        return 0.0
-
-    return Ready({"closure": lambda: optimizer.step(closure)}, kept=params)
-
-
-def _context(optimizer: Any, params: list[Any], tensors: Tensors) -> Ready:
-    samples = optimizer.mc_samples
-
-    def call() -> None:
-        for sample in range(samples):
-            with optimizer.sampled_params(sample):
-                if samples > 1:
-                    give(params, tensors.grads)
-        optimizer.step()
-
-    return Ready({"context": call}, kept=params)
-
-
-def _attach(optimizer: Any, params: list[Any], tensors: Tensors) -> Ready:
-    model = Holder(params)
-    handle = optimizer.attach(model)
-
-    def call() -> None:
-        model()
-        optimizer.step()
-
-    return Ready({"attach": call}, kept=(model, handle))
-
-
-def _in_parts(optimizer: Any, params: list[Any], tensors: Tensors) -> Ready:
+def _in_parts(optimizer: Any) -> Stages:
     """Entering a sample, leaving it, and the step, each by itself."""
     blocks: list[Any] = []
 
@@ -163,23 +155,7 @@ def _in_parts(optimizer: Any, params: list[Any], tensors: Tensors) -> Ready:
         blocks.append(optimizer.sampled_params())
         blocks[-1].__enter__()
 
-    def restore() -> None:
-        blocks.pop().__exit__(None, None, None)
-
-    return Ready({"sample": sample, "restore": restore, "step": lambda: optimizer.step()}, kept=params)
-
-
-_LOOPS: dict[str, Callable[[Any, list[Any], Tensors], Ready]] = {
-    "closure": _closure,
-    "context": _context,
-    "attach": _attach,
-    "in parts": _in_parts,
-}
-
-
-def _compiled(call: Call) -> Call:
-    torch._dynamo.reset()
-    return torch.compile(call)
+    return {"sample": sample, "restore": lambda: blocks.pop().__exit__(None, None, None), "step": optimizer.step}
 
 
 def _captured(call: Call) -> Call:
@@ -200,87 +176,54 @@ def _captured(call: Call) -> Call:
 
 def _library() -> Iterator[Contender]:
     for method in METHODS:
-        for path in PATHS:
-            for loop in LOOPS:
-                if not (method.pair and loop == "attach"):  # several samples need a closure or a context
-                    yield _ours(method, path, loop)
-            if path == "fused" and not method.pair:
-                yield _ours(method, path, "in parts")
-        for path in ("fused", "foreach"):
-            yield _ours(method, path, "closure", _captured, capturable=True)
-        yield _ours(method, "default", "closure", _compiled)
+        for loop in LOOPS:
+            if not (method.pair and loop == "attach"):  # several samples need a closure or a context
+                yield ours(method, "fused", loop)
+        yield ours(method, "foreach", "closure")
+    yield ours(METHODS[0], "fused", "in parts")
 
 
-# -- torch -------------------------------------------------------------------------------------------------------------
-
-
-def _of_torch(optimizer: type[Optimizer], path: str, arguments: dict[str, Any], capture: bool = False) -> Contender:
-    def build(tensors: Tensors) -> Ready:
-        made: Any = optimizer
-        step: Call = made(tensors.parameters(), lr=TINY, **arguments).step
-        return Ready({"step": _captured(step) if capture else step})
-
-    name = optimizer.__name__
-    return Contender(name, path, "", build, "torch", {"step": TORCH[name]})
-
-
-def _torch() -> Iterator[Contender]:
-    for optimizer in (torch.optim.RMSprop, torch.optim.AdamW, torch.optim.SGD):
-        yield _of_torch(optimizer, "default", {})
-        yield _of_torch(optimizer, "for-loop", {"foreach": False})
-        yield _of_torch(optimizer, "foreach", {"foreach": True})
-        if optimizer is not torch.optim.RMSprop:  # which torch has no fused version of
-            yield _of_torch(optimizer, "fused", {"fused": True})
-    yield _of_torch(torch.optim.RMSprop, "CUDA graph", {"capturable": True}, capture=True)
-    yield _of_torch(torch.optim.AdamW, "fused CUDA graph", {"fused": True, "capturable": True}, capture=True)
+GRAPH = ours(METHODS[0], "fused", "closure", capturable=True)
+"""The last to be measured: a capture that fails can leave the device in disorder."""
 
 
 # -- others ------------------------------------------------------------------------------------------------------------
 
 
-def _peers() -> Iterator[Contender]:
-    for peer in peers.PEERS:
+def _torch(name: str, optimizer: Callable[..., Any], **arguments: Any) -> Contender:
+    def build(tensors: Tensors) -> Stages:
+        return {"step": optimizer(tensors.parameters(), lr=TINY, **arguments).step}
 
-        def build(tensors: Tensors, peer: peers.Peer = peer) -> Ready:
-            peers.require(peer)
-            call, plain = peer.build(tensors)
-            return Ready({"step": call}, plain)
-
-        moved = {"step": loop_bytes("context", momentum=True)} if peer.does_ivon else {}
-        yield Contender(peer.name, "", "", build, "peer", moved, peer.note, peer.own_copies)
+    return Contender(name, build, {"step": TORCH[name.split()[0]]})
 
 
-REFERENCE = "RMSprop default"
-"""What all times are divided by."""
+def _ivon_opt(tensors: Tensors) -> Stages:
+    return {"step": ivon_loop(peers.ivon(tensors.parameters()), nn.Module(), lambda: None)}
 
 
-def contenders() -> list[Contender]:
-    """All of them, the reference first."""
-    return [*_torch(), *_library(), *_peers()]
+SMALL = (
+    _torch(REFERENCE, torch.optim.RMSprop),
+    _torch("RMSprop foreach", torch.optim.RMSprop, foreach=True),
+    _torch("AdamW fused", torch.optim.AdamW, fused=True),
+    _torch("SGD default", torch.optim.SGD),
+    *_library(),
+    # It moves the weights into a tensor of its own, and what IVON with a context must move.
+    Contender("ivon-opt", _ivon_opt, {"step": loop_bytes("context", momentum=True)}, own_copies=1),
+)
+TIMED = (*SMALL, GRAPH)
+MEASURED = (*SMALL, Contender("Pyro BBVI", lambda tensors: {"step": peers.pyro_step(tensors)}, own_copies=2))
+"""Whose memory is measured."""
 
 
-def for_memory() -> list[Contender]:
-    """Those whose memory is worth a table: no compiled code, and one loop of paths that are not fused."""
-    return [
-        contender
-        for contender in contenders()
-        if contender.path != "compiled"
-        and not contender.captured
-        and (contender.family != "vprop" or contender.path == "fused" or contender.loop == "closure")
-    ]
-
-
-def choose(words: list[str], among: list[Contender] | None = None) -> list[Contender]:
+def choose(words: list[str], among: tuple[Contender, ...] = TIMED) -> list[Contender]:
     """Those whose name holds one of the words; all if there are none."""
-    everybody = contenders() if among is None else among
-    names = matching(words, [contender.name for contender in everybody])
-    return [contender for contender in everybody if contender.name in names]
+    names = matching(words, [contender.name for contender in among])
+    return [contender for contender in among if contender.name in names]
 
 
 def by_name(name: str) -> Contender:
     """The one of that name."""
-    found = [contender for contender in contenders() if contender.name == name]
-    if not found:
-        names = ", ".join(contender.name for contender in contenders())
-        raise BenchError(f"Invalid contender {name!r}. There are: {names}.")
-    return found[0]
+    found = {contender.name: contender for contender in (*TIMED, *MEASURED)}
+    if name not in found:
+        raise BenchError(f"Invalid contender {name!r}. There are: {', '.join(found)}.")
+    return found[name]

@@ -13,6 +13,10 @@ class Unavailable(Exception):
     """A contender that cannot take part here; the message says why."""
 
 
+EXPECTED = (ValueError, TypeError, RuntimeError, NotImplementedError, ImportError, Unavailable)
+"""What a contender that cannot take part raises. Out of memory is among them."""
+
+
 def matching(words: list[str], names: list[str]) -> list[str]:
     """The names that hold one of the words of ``--only``; all if there are none."""
     for word in words:
@@ -25,8 +29,3 @@ def first_line(error: BaseException) -> str:
     """The gist of an error, for a cell of a table."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether it is that; on a CPU torch has no type for it."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in ("out of memory", "allocate memory"))

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
-import resource
-import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vprop.lab.bench.clock import Report
 from vprop.lab.bench.contenders import Contender, by_name
-from vprop.lab.bench.errors import Unavailable
-from vprop.lab.bench.step import Plan, clean_up, describe
+from vprop.lab.bench.errors import BenchError, Unavailable
+from vprop.lab.bench.step import clean_up
 from vprop.lab.bench.tensors import Tensors
 
 WARM_UP = 200_000
@@ -49,115 +51,85 @@ class GpuMeter:
 
 
 class ResidentMeter:
-    """Resident memory of this process, as Linux tells; elsewhere its peak since the start is all there is."""
+    """Resident memory of this process, as Linux tells."""
 
     def now(self) -> int:
         """Bytes in use."""
         gc.collect()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)
         return self._status("VmRSS")
 
     def reset(self) -> None:
-        """Forget the peak, where that can be done."""
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return
+        """Forget the peak."""
+        Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
         """Most bytes in use since then."""
         return self._status("VmHWM")
 
     def _status(self, key: str) -> int:
-        try:
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
-        except (OSError, StopIteration):
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def extra(contender: Contender, tensors: Tensors, meter: GpuMeter | ResidentMeter) -> dict[str, Any]:
-    """Parameter-sizes beyond weights and gradients: between two steps, and at most in each stage of a step."""
+def extra(contender: Contender, tensors: Tensors, meter: GpuMeter | ResidentMeter) -> dict[str, float]:
+    """Parameter-sizes beyond weights and gradients: between two steps, and at most in a step."""
     base = meter.now()
-    unit = 4 * tensors.numel
-    own = contender.own_copies
+    stages = contender.ready(tensors)
     meter.reset()
-    ready = contender.ready(tensors)
-    first = meter.peak() - base
-    peaks = dict.fromkeys(ready.stages, 0)
     for _ in range(CALLS):
-        for name, stage in ready.stages.items():
-            meter.reset()
+        for stage in stages.values():
             stage()
-            peaks[name] = max(peaks[name], meter.peak() - base)
+    peak = meter.peak() - base
     steady = meter.now() - base
     return {
-        "steady": steady / unit - own,
-        "peak": max(peaks.values()) / unit - own,
-        "peaks": {name: peak / unit - own for name, peak in peaks.items()},
-        "first_step_peak": first / unit - own,
+        name: size / (4 * tensors.numel) - contender.own_copies for name, size in (("steady", steady), ("peak", peak))
     }
 
 
-def measure(chosen: list[Contender], params: float, tensors: int, plan: Plan, rows: list[dict[str, Any]]) -> None:
-    """Add a row for each contender to ``rows``."""
+def measure(
+    chosen: Sequence[Contender], params: float, tensors: int, device: torch.device, report: Report
+) -> list[dict[str, Any]]:
+    """A row for each contender."""
+    if device.type == "cpu" and sys.platform != "linux":
+        raise BenchError("--device cpu: how much memory a process needs is read from /proc, which only Linux has.")
+    rows: list[dict[str, Any]] = []
     for contender in chosen:
-        plan.report(contender.name)
-        row = describe(contender)
-        if contender.note:
-            row["note"] = contender.note
+        report(contender.name)
         try:
-            if plan.device.type == "cuda":
-                found = extra(contender, Tensors(params, tensors, plan.device), GpuMeter())
+            if device.type == "cuda":
+                found = extra(contender, Tensors(params, tensors, device), GpuMeter())
             else:
-                found = _in_a_process(contender, params, tensors)
-            rows.append(row | {"available": True} | found)
+                found = in_a_process(contender.name, params, tensors)
+            rows.append({"name": contender.name, "available": True} | found)
         except Unavailable as reason:
-            rows.append(row | {"available": False, "reason": str(reason)})
+            rows.append({"name": contender.name, "available": False, "reason": str(reason)})
         clean_up()
+    return rows
 
 
-def _in_a_process(contender: Contender, params: float, tensors: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "vprop.lab.bench.memory"]
-    arguments = [contender.name, str(params), str(tensors), str(torch.get_num_threads())]
-    done = subprocess.run([*command, *arguments], env=child_environment(), capture_output=True, text=True)
-    if done.returncode < 0:
-        raise Unavailable(f"its process was ended by signal {-done.returncode}: too little memory?")
-    if done.returncode > 0:
-        raise Unavailable(f"its process failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    if "reason" in found:
-        raise Unavailable(found["reason"])
-    return found
+def in_a_process(name: str, params: float, tensors: int) -> dict[str, float]:
+    """What a contender needs, measured where nothing else was done before."""
+    os.environ.update(GIVE_BACK_AT_ONCE)  # read when a process starts, so this one does not change
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        try:
+            return process.submit(_resident, name, params, tensors, torch.get_num_threads()).result()
+        except BrokenProcessPool as error:
+            raise Unavailable("its process was ended: too little memory?") from error
 
 
-def child_environment() -> dict[str, str]:
-    """Of a process that measures: it finds what this one finds, and gives memory back at once."""
-    return os.environ | GIVE_BACK_AT_ONCE | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+def _resident(name: str, params: float, tensors: int, threads: int) -> dict[str, float]:
+    torch.set_num_threads(threads)
+    return measure_resident(by_name(name), params, tensors)
 
 
-def measure_resident(contender: Contender, params: float, tensors: int) -> dict[str, Any]:
+def measure_resident(contender: Contender, params: float, tensors: int) -> dict[str, float]:
     """What the process of one contender does; it must have done nothing else before."""
     device = torch.device("cpu")
     small = Tensors(WARM_UP, 2, device)
-    ready = contender.ready(small)
+    stages = contender.ready(small)
     for _ in range(2):
-        for stage in ready.stages.values():
+        for stage in stages.values():
             stage()
-    del ready, small
+    del stages, small
     return extra(contender, Tensors(params, tensors, device), ResidentMeter())
-
-
-def main(name: str, params: str, tensors: str, threads: str) -> None:
-    """The process of one contender: prints one line of JSON."""
-    torch.set_num_threads(int(threads))
-    try:
-        found = measure_resident(by_name(name), float(params), int(tensors))
-    except Unavailable as reason:
-        found = {"reason": str(reason)}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,82 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from vprop.lab.bench.clock import Clock, Runner, Spread, in_turns
-from vprop.lab.bench.contenders import REFERENCE, Contender, by_name
-from vprop.lab.bench.errors import Unavailable
+from vprop.lab.bench.clock import Report, Runner, in_turns, spread
+from vprop.lab.bench.contenders import GRAPH, REFERENCE, Contender, by_name
+from vprop.lab.bench.errors import Unavailable, first_line
 from vprop.lab.bench.tensors import Tensors
 
-Report = Callable[[str], None]
+Rows = list[dict[str, Any]]
 
-
-@dataclass
-class Plan:
-    """How much to measure."""
-
-    device: torch.device
-    budget: float = 1.0
-    """Seconds for each contender."""
-    least: int = 3
-    slow: float = 5.0
-    """A contender whose call takes longer is called as little as possible."""
-    report: Report = field(default=lambda text: None)
-
-
-def copy_bandwidth(tensors: Tensors, plan: Plan) -> dict[str, Any]:
-    """Bytes per second of a copy of as many float32 numbers as there are parameters: 4 read and 4 written for each."""
-    source = torch.ones(tensors.numel, device=tensors.device)
-    target = torch.empty_like(source)
-    clock = Clock(plan.device)
-    runner = Runner.warmed_up({"copy": lambda: target.copy_(source)}, clock, plan.slow)
-    in_turns([runner], clock, plan.budget / 2, plan.least)
-    moved, spread = 8 * tensors.numel, runner.spread("copy")
-    return {"bytes": moved, "time": spread.as_json(), "bytes_per_second": moved / spread.median}
-
-
-def measure(chosen: Sequence[Contender], tensors: Tensors, plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add a row (or one for each stage) for each contender to ``rows``; returns the time of a copy.
-
-    The copy is measured before and after, and the faster one is the limit.
-
-    The reference is measured in turns with every contender, so that both meet the same weather, and each ratio is
-    that of its own pair of medians.
-    """
-    copies = [copy_bandwidth(tensors, plan)]
-    # Graphs last: a capture that fails can leave the device in disorder.
-    for contender in sorted(chosen, key=lambda contender: contender.captured):
-        plan.report(contender.name)
-        try:
-            rows += _rows(contender, tensors, plan)
-        except Unavailable as reason:
-            rows.append(describe(contender) | {"available": False, "reason": str(reason)})
-        clean_up()
-    copies.append(copy_bandwidth(tensors, plan))
-    copy = max(copies, key=lambda copy: copy["bytes_per_second"])
-    for row in rows:
-        if row["available"]:
-            bandwidth = copy["bytes_per_second"]
-            row |= against_limit(row["time"]["median"], row["bytes_per_param"], tensors.numel, bandwidth)
-    order = [contender.name for contender in chosen]
-    rows.sort(key=lambda row: order.index(row["contender"]))
-    return copy
-
-
-def describe(contender: Contender) -> dict[str, Any]:
-    """Who it is."""
-    return {
-        "name": contender.name,
-        "contender": contender.name,
-        "family": contender.family,
-        "method": contender.method,
-        "path": contender.path,
-        "loop": contender.loop,
-    }
+SWEPT = ("Vprop fused closure", "Vprop foreach closure", REFERENCE, "AdamW fused", "ivon-opt")
+SLOW = 5.0
+"""Seconds of a step: what is slower is left out of the rest of a sweep."""
 
 
 def clean_up() -> None:
@@ -88,77 +28,104 @@ def clean_up() -> None:
         torch.cuda.empty_cache()
 
 
-def _rows(contender: Contender, tensors: Tensors, plan: Plan) -> list[dict[str, Any]]:
-    clock = Clock(plan.device)
-    ready = contender.ready(tensors)
-    try:
-        runner = Runner.warmed_up(ready.stages, clock, plan.slow)
-        runners = [runner]
-        plain = reference = None
-        if ready.plain is not None:
-            plain = Runner.warmed_up({"plain": ready.plain}, clock, plan.slow)
-            runners.append(plain)
-        if contender.name != REFERENCE:
-            reference = Runner.warmed_up(by_name(REFERENCE).ready(tensors).stages, clock, plan.slow)
-            runners.append(reference)
-        slow = runner.seconds > plan.slow
-        in_turns(runners, clock, 0.0 if slow else plan.budget, 1 if slow else plan.least)
-    except RuntimeError as error:  # out of memory, for one
-        raise Unavailable(str(error).splitlines()[0]) from error
-    return [_row(contender, stage, runner, plain, reference, tensors) for stage in ready.stages]
+def copy_bandwidth(tensors: Tensors, budget: float) -> dict[str, Any]:
+    """Bytes per second of a copy of as many float32 numbers as there are parameters: 4 read and 4 written for each."""
+    source = torch.ones(tensors.numel, device=tensors.device)
+    target = torch.empty_like(source)
+    runner = Runner({"copy": lambda: target.copy_(source)}, tensors.device)
+    in_turns([runner], budget / 2)
+    moved, times = 8 * tensors.numel, spread(runner.times["copy"])
+    return {"bytes": moved, "time": times, "bytes_per_second": moved / times["median"]}
 
 
-def _row(
-    contender: Contender,
-    stage: str,
-    runner: Runner,
-    plain: Runner | None,
-    reference: Runner | None,
-    tensors: Tensors,
-) -> dict[str, Any]:
-    alone = len(runner.stages) == 1
-    time, wall = runner.spread(stage), runner.wall if alone else None
-    row = describe(contender) | {"available": True, "params": tensors.numel, "tensors": tensors.count}
-    if not alone:
-        row |= {"name": f"{contender.method} {contender.path}: {stage} alone", "loop": f"{stage} alone"}
-    if plain is not None:
-        uncounted = plain.spread("plain")
-        row["whole"] = time.as_json()
-        row["not_counted"] = uncounted.as_json()
-        time = time.minus(uncounted.median)
-        wall = wall.minus(plain.wall.median) if wall is not None and plain.wall is not None else None
-    row["time"] = time.as_json()
-    row["wall"] = None if wall is None else wall.as_json()
-    row |= _against_reference(time, wall, reference or runner)
-    row["bytes_per_param"] = contender.bytes_per_param.get(stage)
-    if contender.note:
-        row["note"] = contender.note
-    return row
+def measure(
+    chosen: Sequence[Contender], tensors: Tensors, budget: float, report: Report
+) -> tuple[Rows, dict[str, Any]]:
+    """A row (or one for each stage) for each contender, and the time of a copy.
 
-
-def _against_reference(time: Spread, wall: Spread | None, reference: Runner) -> dict[str, Any]:
-    (stage,) = reference.stages
-    base, base_wall = reference.spread(stage), reference.wall
-    return {
-        "reference_time": base.as_json(),
-        "reference_wall": None if base_wall is None else base_wall.as_json(),
-        "ratio": time.median / base.median,
-        "wall_ratio": None if wall is None or base_wall is None else wall.median / base_wall.median,
-    }
-
-
-def against_limit(seconds: float, moved: int | None, numel: int, bandwidth: float) -> dict[str, Any]:
-    """How far from the time in which a copy would move the bytes that must be moved.
-
-    >>> against_limit(2.0, 32, 100, 3200.0)["times_limit"]
-    2.0
+    The copy is measured before and after, and the faster one is the limit. The reference is measured in turns with
+    every contender, so that both meet the same weather, and each ratio is that of its own pair of medians.
     """
-    if moved is None:
-        return {"bytes_per_param": None, "limit": None, "times_limit": None, "bandwidth_fraction": None}
-    limit = moved * numel / bandwidth
-    return {
-        "bytes_per_param": moved,
-        "limit": limit,
-        "times_limit": seconds / limit,
-        "bandwidth_fraction": limit / seconds if seconds > 0 else None,
-    }
+    copies = [copy_bandwidth(tensors, budget)]
+    rows: Rows = []
+    for contender in chosen:
+        report(contender.name)
+        try:
+            rows += _rows(contender, tensors, budget)
+        except Unavailable as reason:
+            rows.append({"name": contender.name, "available": False, "reason": str(reason)})
+        clean_up()
+    copies.append(copy_bandwidth(tensors, budget))
+    copy = max(copies, key=lambda copy: copy["bytes_per_second"])
+    for row in rows:
+        if row["available"] and row["bytes_per_param"] is not None:
+            row["limit"] = row["bytes_per_param"] * tensors.numel / copy["bytes_per_second"]
+            row["times_limit"] = row["time"]["median"] / row["limit"]
+    return rows, copy
+
+
+def _rows(contender: Contender, tensors: Tensors, budget: float) -> Rows:
+    stages = contender.ready(tensors)
+    try:
+        runner = reference = Runner(stages, tensors.device)
+        if contender.name != REFERENCE:
+            reference = Runner(by_name(REFERENCE).ready(tensors), tensors.device)
+        in_turns([runner] if runner is reference else [runner, reference], budget)
+    except RuntimeError as error:  # out of memory, for one
+        raise Unavailable(first_line(error)) from error
+    base = spread(reference.times["step"])
+    rows = []
+    for stage in stages:
+        times = spread(runner.times[stage])
+        whole = contender.name.removesuffix(" in parts")
+        rows.append(
+            {
+                "name": contender.name if whole == contender.name else f"{whole}: {stage} alone",
+                "available": True,
+                "params": tensors.numel,
+                "tensors": tensors.count,
+                "time": times,
+                "reference_time": base,
+                "ratio": times["median"] / base["median"],
+                "bytes_per_param": contender.bytes_per_param.get(stage),
+            }
+        )
+    return rows
+
+
+def sizes(least: float, most: float) -> list[float]:
+    """1, 3, 10, 30, … times ``least``.
+
+    >>> sizes(10, 1000)
+    [10, 30, 100, 300, 1000]
+    """
+    values, decade = [], least
+    while decade <= most * 1.001:
+        values += [value for value in (decade, 3 * decade) if value <= most * 1.001]
+        decade *= 10
+    return values
+
+
+def sweep(
+    points: Iterable[tuple[float, int]], device: torch.device, budget: float, minutes: float, report: Report
+) -> Rows:
+    """Rows at points (parameters, tensors), until ``minutes`` are over."""
+    going = [by_name(name) for name in SWEPT]
+    if device.type == "cuda":
+        going.append(GRAPH)  # Python is the cost of many tensors, and a graph needs none
+    rows: Rows = []
+    started = time.monotonic()
+    for params, count in points:
+        if time.monotonic() - started >= 60 * minutes:
+            break
+        report(f"{params:,.0f} parameters in {count:,} tensors")
+        try:
+            found, _ = measure(going, Tensors(params, count, device), budget, lambda name: None)
+        except RuntimeError:  # out of memory
+            break
+        finally:
+            clean_up()
+        rows += [row | {"params": int(params), "tensors": count} for row in found]
+        done = {row["name"] for row in found if row["available"] and row["time"]["median"] <= SLOW}
+        going = [contender for contender in going if contender.name in done]
+    return rows

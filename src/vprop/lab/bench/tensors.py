@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 ROW = 256
 
@@ -27,35 +27,21 @@ class Tensors:
         self.size = even(max(1, round(params / tensors)))
         self.count = tensors
         self.device = device
+        self.numel = self.size * self.count
         generator = torch.Generator(device).manual_seed(0)
         self.grads = [
             torch.empty(self.size, device=device).normal_(0, 1e-3, generator=generator) for _ in range(tensors)
         ]
-        self.weights = [torch.empty_like(grad) for grad in self.grads]
-        self.fill()
-
-    @property
-    def numel(self) -> int:
-        """How many parameters there are."""
-        return self.size * self.count
-
-    def fill(self) -> None:
-        """Weights of a usual size. From the gradients, which is cheaper than a generator."""
-        for weight, grad in zip(self.weights, self.grads, strict=True):
-            torch.mul(grad, 20, out=weight)
+        self.weights = [20 * grad for grad in self.grads]  # of a usual size, and cheaper than a generator
 
     def parameters(self) -> list[nn.Parameter]:
-        """New parameters on the shared storage, with their gradients."""
-        self.fill()
-        params = [nn.Parameter(weight) for weight in self.weights]
-        give(params, self.grads)
+        """New parameters on the shared storage, with their first values, and gradients as after a backward."""
+        params = []
+        for weight, grad in zip(self.weights, self.grads, strict=True):
+            torch.mul(grad, 20, out=weight)
+            params.append(nn.Parameter(weight))
+            params[-1].grad = grad
         return params
-
-
-def give(params: list[nn.Parameter], grads: list[Tensor]) -> None:
-    """Put gradients into their place, as a backward would."""
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
 
 
 class Holder(nn.Module):

@@ -2,138 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib import import_module
+from copy import deepcopy
 from typing import Any
 
 import torch
 
 import vprop
 from vprop.lab.bench import peers
-from vprop.lab.bench.clock import Clock, Spread
-from vprop.lab.bench.contenders import EXPECTED, TINY
-from vprop.lab.bench.errors import Unavailable, first_line, matching
+from vprop.lab.bench.clock import Call, Report, seconds_per_call, spread
+from vprop.lab.bench.contenders import TINY, attach_loop, closure_loop, context_loop, ivon_loop, plain_loop
+from vprop.lab.bench.errors import EXPECTED, BenchError, first_line, matching
 from vprop.lab.bench.models import Task
 from vprop.lab.bench.step import clean_up
 
 REFERENCE = "AdamW fused"
 
-
-@dataclass
-class Rounds:
-    """How much to measure."""
-
-    count: int
-    steps: int
-    """Timed in a row, after one that is not."""
-    report: Callable[[str], None] = field(default=lambda text: None)
-
-
-class Trainer:
-    """An optimizer with its loop, on a model that it shares with the others."""
-
-    def __init__(self, task: Task, optimizer: Any) -> None:
-        self.task = task
-        self.optimizer = optimizer
-
-    def begin(self) -> None:
-        """It is our turn."""
-
-    def end(self) -> None:
-        """It is another one's turn: leave the model as it was found."""
-
-    def step(self) -> None:
-        """One step of training."""
-        self.optimizer.zero_grad()
-        self.task().backward()
-        self.optimizer.step()
-
-
-class Closure(Trainer):
-    """``step(closure)``."""
-
-    def step(self) -> None:
-        """One step of training."""
-
-        def closure() -> torch.Tensor:
-            self.optimizer.zero_grad()
-            loss = self.task()
-            loss.backward()
-            return loss
-
-        self.optimizer.step(closure)
-
-
-class Context(Trainer):
-    """``with sampled_params():``."""
-
-    def step(self) -> None:
-        """One step of training."""
-        self.optimizer.zero_grad()
-        with self.optimizer.sampled_params():
-            self.task().backward()
-        self.optimizer.step()
-
-
-class Attached(Trainer):
-    """``attach``, and then a plain loop."""
-
-    def begin(self) -> None:
-        """Attach."""
-        self.handle = self.optimizer.attach(self.task)
-
-    def end(self) -> None:
-        """Detach, which leaves the mean in the weights."""
-        self.handle.remove()
-
-
-class IvonOpt(Trainer):
-    """The loop of ivon-opt."""
-
-    def begin(self) -> None:
-        """It gives the parameters new storage; remember the old one."""
-        self.storage = [(p, p.data) for p in self.task.parameters()]
-
-    def end(self) -> None:
-        """Put the old storage back, with the new values."""
-        for p, data in self.storage:
-            data.copy_(p.data)
-            p.data = data
-
-    def step(self) -> None:
-        """One step of training."""
-        with self.optimizer.sampled_params(train=True):
-            self.optimizer.zero_grad()
-            self.task().backward()
-        self.optimizer.step()
-
-
-def _torch(optimizer: Any, **arguments: Any) -> Callable[[Task], Trainer]:
-    return lambda task: Trainer(task, optimizer(task.parameters(), lr=TINY, **arguments))
-
-
-def _ours(optimizer: Any, loop: type[Trainer]) -> Callable[[Task], Trainer]:
-    return lambda task: loop(task, optimizer(task.parameters(), lr=TINY, num_data=1e6, fused=True))
-
-
-def _ivon_opt(task: Task) -> Trainer:
-    peers.require(peers.PEERS[0])
-    return IvonOpt(task, import_module("ivon").IVON(task.parameters(), lr=TINY, ess=1e6))
-
-
-CONTENDERS: dict[str, Callable[[Task], Trainer]] = {
-    REFERENCE: _torch(torch.optim.AdamW, fused=True),
-    "AdamW default": _torch(torch.optim.AdamW),
-    "RMSprop default": _torch(torch.optim.RMSprop),
-    "Vprop fused context": _ours(vprop.Vprop, Context),
-    "Vprop fused closure": _ours(vprop.Vprop, Closure),
-    "Vprop fused attach": _ours(vprop.Vprop, Attached),
-    "Vprop default closure": lambda task: Closure(task, vprop.Vprop(task.parameters(), lr=TINY, num_data=1e6)),
-    "IVON fused closure": _ours(vprop.IVON, Closure),
-    "IVON fused attach": _ours(vprop.IVON, Attached),
-    "ivon-opt": _ivon_opt,
+_OURS = {"lr": TINY, "num_data": 1e6}
+# (the optimizer, its arguments, the loop)
+CONTENDERS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., Call]]] = {
+    REFERENCE: (torch.optim.AdamW, {"lr": TINY, "fused": True}, plain_loop),
+    "AdamW default": (torch.optim.AdamW, {"lr": TINY}, plain_loop),
+    "RMSprop default": (torch.optim.RMSprop, {"lr": TINY}, plain_loop),
+    "Vprop fused context": (vprop.Vprop, _OURS | {"fused": True}, context_loop),
+    "Vprop fused closure": (vprop.Vprop, _OURS | {"fused": True}, closure_loop),
+    "Vprop fused attach": (vprop.Vprop, _OURS | {"fused": True}, attach_loop),
+    "Vprop default closure": (vprop.Vprop, _OURS, closure_loop),
+    "IVON fused closure": (vprop.IVON, _OURS | {"fused": True}, closure_loop),
+    "IVON fused attach": (vprop.IVON, _OURS | {"fused": True}, attach_loop),
+    "ivon-opt": (peers.ivon, {}, ivon_loop),
 }
 
 
@@ -143,61 +40,56 @@ def choose(words: list[str]) -> list[str]:
     return wanted if REFERENCE in wanted else [REFERENCE, *wanted]
 
 
-def measure(task: Task, names: list[str], plan: Rounds, rows: list[dict[str, Any]]) -> None:
-    """Add a row for each contender to ``rows``: memory one by one, then times in turns."""
-    device = next(task.parameters()).device
-    found: dict[str, dict[str, Any]] = {}
+def step_of(name: str, task: Task) -> Call:
+    """A step of training, on a copy of the model."""
+    own = deepcopy(task)
+    build, arguments, loop = CONTENDERS[name]
+    optimizer = build(own.parameters(), **arguments)
+
+    def backward() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = own()
+        loss.backward()
+        return loss
+
+    return loop(optimizer, own, backward)
+
+
+def measure(task: Task, names: list[str], rounds: int, steps: int, report: Report) -> list[dict[str, Any]]:
+    """A row for each contender: memory one by one, then times in turns."""
+    rows = {}
     for name in names:
-        plan.report(f"{name}: memory")
-        found[name] = {"name": name} | _alone(CONTENDERS[name], task, device)
-    going = [name for name in names if found[name]["available"]]
-    trainers = {name: CONTENDERS[name](task) for name in going}
-    seconds = _in_rounds(trainers, Clock(device), plan)
-    base = seconds.get(REFERENCE)
-    for name in going:
-        times, row = seconds[name], found[name]
-        row["time"] = Spread.of(times).as_json()
+        report(f"{name}: memory")
+        rows[name] = {"name": name} | _alone(name, task)
+    if not rows[REFERENCE]["available"]:
+        raise BenchError(f"{REFERENCE}, which times are divided by, cannot run here: {rows[REFERENCE]['reason']}")
+    going = {name: step_of(name, task) for name in names if rows[name]["available"]}
+    seconds: dict[str, list[float]] = {name: [] for name in going}
+    for number in range(rounds):
+        report(f"round {number + 1} of {rounds}")
+        order = list(going)
+        first = number % len(order)
+        for name in order[first:] + order[:first]:  # each round begins with another one
+            going[name]()
+            seconds[name].append(seconds_per_call(going[name], steps, task.inputs.device))
+    for name, times in seconds.items():
         # Of neighbours in time, so that a clock that drifts cancels.
-        ratios = None if base is None else [own / other for own, other in zip(times, base, strict=True)]
-        row["ratio"] = None if ratios is None else Spread.of(ratios).as_json()
-    rows += found.values()
+        ratios = [own / other for own, other in zip(times, seconds[REFERENCE], strict=True)]
+        rows[name] |= {"time": spread(times), "ratio": spread(ratios)}
+    return list(rows.values())
 
 
-def _alone(build: Callable[[Task], Trainer], task: Task, device: torch.device) -> dict[str, Any]:
+def _alone(name: str, task: Task) -> dict[str, Any]:
     """Whether it can take part, and the peak of memory while nobody else is there."""
     clean_up()
-    task.zero_grad()
-    on_gpu = device.type == "cuda"
+    on_gpu = task.inputs.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     try:
-        trainer = build(task)
-        trainer.begin()
-        try:
-            for _ in range(3):
-                trainer.step()
-        finally:
-            trainer.end()
-    except (*EXPECTED, Unavailable) as error:
-        with contextlib.suppress(RuntimeError):
-            task.zero_grad()
+        step = step_of(name, task)
+        for _ in range(3):
+            step()
+    except EXPECTED as error:
         return {"available": False, "reason": first_line(error)}
-    return {"available": True, "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None}
-
-
-def _in_rounds(trainers: dict[str, Trainer], clock: Clock, plan: Rounds) -> dict[str, list[float]]:
-    """Seconds per step, one number for each round; each round begins with another contender."""
-    names = list(trainers)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(plan.count):
-        plan.report(f"round {number + 1} of {plan.count}")
-        first = number % max(1, len(names))
-        for name in names[first:] + names[:first]:
-            trainer = trainers[name]
-            trainer.begin()
-            try:
-                trainer.step()
-                seconds[name].append(clock.wall(trainer.step, plan.steps))
-            finally:
-                trainer.end()
-    return seconds
+    return {"available": True, "peak_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else None}

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vprop.lab.data import DataError, Dataset, load
+from vprop.lab.data import Dataset, load
+from vprop.lab.data.load import scikit_learn
 from vprop.lab.engine.binary import LogisticRegression, SmallNetwork
 from vprop.lab.engine.method import ProblemName
 from vprop.lab.engine.problem import Problem
@@ -137,11 +138,7 @@ PROBLEMS: dict[ProblemName, type[Problem]] = {
 
 
 def _digits() -> Dataset:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError('The digits need scikit-learn: pip install "vprop[lab]".') from error
-    images, labels = (torch.as_tensor(array) for array in (load_digits().images, load_digits().target))
-    x, y = images.float() / 16, labels.long()
+    digits = scikit_learn("digits").load_digits()
+    x, y = torch.as_tensor(digits.images).float() / 16, torch.as_tensor(digits.target).long()
     half = len(x) // 2
     return Dataset("digits", x[:half], y[:half], x[half:], y[half:], source="scikit-learn")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from vprop.lab.data.errors import DataError, DataNotFound, WrongChecksum
 from vprop.lab.data.find import Located, Source, cache_dir, fetch
-from vprop.lab.data.libsvm import parse_libsvm
 from vprop.lab.data.load import Dataset, load
 from vprop.lab.data.registry import DATASETS, DataFile, Spec, spec
 
@@ -21,6 +20,5 @@ __all__ = [
     "cache_dir",
     "fetch",
     "load",
-    "parse_libsvm",
     "spec",
 ]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
-from typing import Any
 
 from vprop._version import __version__
+from vprop.files import replacing
 from vprop.lab.data.registry import DataFile
 
 TIMEOUT_S = 20.0  # of silence, not in all: a large file over a slow line is fine
-_CHUNK = 1 << 18
 
 
 def download_file(file: DataFile, target: Path) -> str:
@@ -27,7 +24,14 @@ def download_file(file: DataFile, target: Path) -> str:
     request = urllib.request.Request(file.url, headers={"User-Agent": f"vprop/{__version__}"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return _save(response, file, target)
+            content = response.read()
+        found = hashlib.sha256(content).hexdigest()
+        if found not in (file.sha256, *file.also_sha256):
+            return f"gave the wrong checksum: expected sha256 {file.sha256}, found {found}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as part:
+            part.write_bytes(content)
+        return ""
     except urllib.error.HTTPError as error:
         error.close()
         return f"failed: HTTP {error.code} {error.reason}"
@@ -39,30 +43,3 @@ def download_file(file: DataFile, target: Path) -> str:
         return f"failed: {type(error).__name__} {error}".rstrip()
     except OSError as error:
         return f"failed: {error}"
-
-
-def _save(response: Any, file: DataFile, target: Path) -> str:
-    """Write to a temporary file beside ``target`` and rename it once the checksum is right.
-
-    So no reader ever sees half a file, and two downloads at once do no harm.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    partial = Path(name)
-    try:
-        digest, received = hashlib.sha256(), 0
-        with os.fdopen(handle, "wb") as stream:
-            while chunk := response.read(_CHUNK):
-                stream.write(chunk)
-                digest.update(chunk)
-                received += len(chunk)
-        announced = response.headers.get("Content-Length", "")
-        if announced.isdigit() and received < int(announced):  # read() ends in the same way when a connection breaks
-            return f"failed: the connection closed after {received} of {announced} bytes"
-        if digest.hexdigest() not in (file.sha256, *file.also_sha256):
-            return f"gave the wrong checksum: expected sha256 {file.sha256}, found {digest.hexdigest()}"
-        partial.chmod(0o644)  # mkstemp makes private files; a cache may be shared
-        os.replace(partial, target)
-        return ""
-    finally:
-        partial.unlink(missing_ok=True)  # also after Ctrl-C; gone already when all went well

@@ -21,8 +21,3 @@ class WrongChecksum(DataError):
     def __init__(self, message: str, path: Path) -> None:
         super().__init__(message)
         self.path = path
-
-
-def shorten(text: str, limit: int = 40) -> str:
-    """``text`` in quotes, cut to ``limit`` characters: a message stays readable whatever a file holds."""
-    return repr(text if len(text) <= limit else text[: limit - 3] + "...")

@@ -15,8 +15,6 @@ from vprop.lab.data.registry import DataFile, spec
 
 Source = Literal["file", "cache", "downloaded", "scikit-learn"]
 
-_CHUNK = 1 << 20
-
 
 @dataclass(frozen=True)
 class Located:
@@ -114,7 +112,7 @@ def _find(file: DataFile, places: tuple[_Place, ...]) -> tuple[Path | None, Sour
 
 def _check(file: DataFile, path: Path, *, in_cache: bool) -> None:
     try:
-        found = _sha256(path)
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}. Make it readable, or remove it.") from error
     if found in (file.sha256, *file.also_sha256):
@@ -124,14 +122,6 @@ def _check(file: DataFile, path: Path, *, in_cache: bool) -> None:
         f"{path} has the wrong checksum: expected sha256 {file.sha256}, found {found}. Remove or replace it; {remedy}.",
         path,
     )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _not_found(name: str, file: DataFile, places: tuple[_Place, ...], failure: str) -> str:

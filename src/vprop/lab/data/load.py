@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +16,6 @@ from torch import Tensor
 from vprop.lab.data.errors import DataError
 from vprop.lab.data.find import Source, fetch
 from vprop.lab.data.idx import parse_idx
-from vprop.lab.data.libsvm import parse_libsvm
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +60,8 @@ def _australian(paths: tuple[Path, ...], seed: int) -> _Arrays:
 
 
 def _breast_cancer(paths: tuple[Path, ...], seed: int) -> _Arrays:
-    try:
-        from sklearn.datasets import load_breast_cancer
-    except ImportError as error:
-        raise DataError('The data set breast_cancer needs scikit-learn: pip install "vprop[lab]".') from error
-    x, y = (torch.tensor(array, dtype=torch.float64) for array in load_breast_cancer(return_X_y=True))
+    arrays = scikit_learn("breast_cancer").load_breast_cancer(return_X_y=True)
+    x, y = (torch.tensor(array, dtype=torch.float64) for array in arrays)
     train, test = _halves(len(y), seed)
     mean, std = x[train].mean(0), x[train].std(0, correction=0)  # the test rows must not show in the scaling
     x = _with_bias((x - mean) / std)
@@ -81,6 +79,20 @@ _LOADERS: dict[str, Callable[[tuple[Path, ...], int], _Arrays]] = {
     "breast_cancer": _breast_cancer,
     "fashion_mnist": _fashion_mnist,
 }
+
+
+def parse_libsvm(path: Path, num_features: int) -> tuple[Tensor, Tensor]:
+    """Rows and labels; a file need not use its last features, so it does not tell how many there are."""
+    x, y = scikit_learn(path.name).load_svmlight_file(str(path), n_features=num_features, zero_based=False)
+    return torch.from_numpy(x.toarray()), torch.from_numpy(y)
+
+
+def scikit_learn(name: str) -> Any:
+    """``sklearn.datasets``, for the data set called ``name``."""
+    try:
+        return import_module("sklearn.datasets")
+    except ImportError as error:
+        raise DataError(f'The data set {name} needs scikit-learn: pip install "vprop[lab]".') from error
 
 
 def _halves(count: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,24 +58,14 @@ class Pool:
         with _progress(self.console) as progress:
             total = sum(job.effort for job in waiting.values())
             bar = progress.add_task(title, total=total, finished=0, all=len(waiting))
-            futures: dict[Future[dict[str, Any]], str] = {}
             try:
-                for name in order:
-                    futures[executor.submit(_execute, waiting[name])] = name
-                pending = set(futures)
-                while pending:
-                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    # One that failed ends everything, so it comes after those that are still to be stored.
-                    for future in sorted(finished, key=lambda one: one.exception() is not None):
-                        name = futures[future]
-                        done[name] = future.result()
-                        self.store.save(name, done[name])
-                        progress.update(bar, advance=waiting[name].effort, finished=len(done))
+                futures = {executor.submit(waiting[name].execute): name for name in order}
+                for future in as_completed(futures):
+                    name = futures[future]
+                    done[name] = future.result()
+                    self.store.save(name, done[name])
+                    progress.update(bar, advance=waiting[name].effort, finished=len(done))
             except KeyboardInterrupt:
-                for future, name in futures.items():  # finished, but not stored yet
-                    if name not in done and future.done() and not future.cancelled() and future.exception() is None:
-                        done[name] = future.result()
-                        self.store.save(name, done[name])
                 _stop(executor)
                 raise Interrupted(
                     f"Interrupted. {len(done)} of {len(waiting)} runs of «{title}» were finished and are kept; the "
@@ -98,10 +88,6 @@ def _progress(console: Console) -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=console, speed_estimate_period=600)
-
-
-def _execute(job: Job) -> dict[str, Any]:
-    return job.execute()
 
 
 def _stop(executor: ProcessPoolExecutor) -> None:

@@ -67,17 +67,19 @@ def reproduce(experiments: tuple[str, ...], request: PaperRequest, console: Cons
 def report(out: Path, console: Console) -> Path:
     """The page, from results on disk: nothing is trained."""
     from vprop.lab.report import write_report
-    from vprop.lab.report.schema import checked
+    from vprop.lab.report.schema import showing
 
     results = {}
     for name in EXPERIMENTS:
         path = out / "results" / f"{name}.json"
         if path.exists():
-            results[name] = read_json(path, f"vprop reproduce {name}")
+            with showing(name):
+                results[name] = read_json(path, f"vprop reproduce {name}")
+                results[name]["environment"]  # which every result has
     if not results:
         raise UsageError(f"There are no results in {out / 'results'}: run `vprop reproduce logreg --out {out}` first.")
-    checked(results)
-    decided = claims(results)
+    with showing("all"):
+        decided = claims(results)
     write_json(out / "results" / "claims.json", decided, indent=1)
     page = write_report(results | {"claims": decided}, out)
     _print_claims(decided, console)

@@ -31,7 +31,7 @@ def figure(panel: dict[str, Any], styles: Styles) -> dict[str, Any]:
             }
         )
     lines = [{**line, "label": label(line["label"]), "rank": rank(line)} for line in panel["lines"]]
-    return {"kind": "curves", "methods": methods, "lines": lines, "ranges": axis_ranges(panel)}
+    return {"methods": methods, "lines": lines, "ranges": axis_ranges(panel)}
 
 
 def axis_ranges(panel: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def html(panel: dict[str, Any], styles: Styles) -> str:
 {files(panel["id"])}
 </header>
 {_controls(panel)}
-{plot(panel["id"], f"{panel['title']}: ELBO and test log-loss against passes over the data")}
+{_plot(panel["id"], f"{panel['title']}: ELBO and test log-loss against passes over the data")}
 <details><summary>Numbers: step sizes, grids, final values</summary>
 {method_table(panel, styles)}
 </details>
@@ -81,12 +81,16 @@ def files(identifier: str) -> str:
     return f'<p class="files"><a href="{path}.png">PNG</a> <a href="{path}.pdf">PDF</a></p>'
 
 
-def plot(identifier: str, description: str, static: str | None = None) -> str:
+def image(identifier: str, description: str) -> str:
+    """The static version of a figure."""
+    return f'<img src="figures/{text(identifier)}.png" alt="{text(description)}">'
+
+
+def _plot(identifier: str, description: str) -> str:
     """The place of a figure; a reader without scripts sees the static one."""
-    image = f'<img src="figures/{text(static or identifier)}.png" alt="{text(description)}">'
     return (
         f'<div class="plot" data-figure="{text(identifier)}" role="figure" aria-label="{text(description)}"></div>\n'
-        f"<noscript>{image}</noscript>"
+        f"<noscript>{image(identifier, description)}</noscript>"
     )
 
 

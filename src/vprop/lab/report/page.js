@@ -1,6 +1,6 @@
 "use strict";
-// Draws every figure of the page from the JSON in #report-data. Curves are made into traces here, because the buttons
-// change what x and y mean; contours and bars arrive as finished plotly figures.
+// Draws the panels of curves from the JSON in #report-data: as traces that are made here, because the buttons change what
+// x and y mean.
 (() => {
   const figures = JSON.parse(document.getElementById("report-data").textContent);
   const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif';
@@ -195,18 +195,6 @@
     };
   }
 
-  /** The layout of a figure that arrives finished, with the legend below in as many rows as it is likely to need. */
-  function plain(figure, width) {
-    const { xaxis, yaxis, height, legend_items: items = 0, ...rest } = figure.layout;
-    const legend = items ? 12 + 20 * Math.ceil(items / Math.max(1, Math.floor(width / 150))) : 0;
-    const axis = ({ title, ...own }) => ({ ...AXIS, ...own, title: { text: title, ...TITLE } });
-    return {
-      ...base(), ...rest, height: height + legend, margin: { l: 56, r: 20, t: 14, b: 52 + legend }, uirevision: "keep",
-      xaxis: axis(xaxis), yaxis: axis(yaxis),
-      legend: { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom", tracegroupgap: 0 },
-    };
-  }
-
   // -- drawing ----------------------------------------------------------------------------------------------
 
   const NARROW = 940;
@@ -219,10 +207,9 @@
     const width = div.clientWidth;
     div.dataset.width = String(width);
     const config = { ...CONFIG, toImageButtonOptions: { filename: div.dataset.figure, scale: 2 } };
-    const data = figure.kind === "curves" ? traces(figure, state) : figure.data;
-    const frame = figure.kind === "curves" ? layout(figure, state, width < NARROW) : plain(figure, width);
+    const frame = layout(figure, state, width < NARROW);
     div.style.height = `${frame.height}px`;
-    return Plotly.react(div, data, { ...frame, width }, config);
+    return Plotly.react(div, traces(figure, state), { ...frame, width }, config);
   }
 
   /** A button sets one part of the state of its panel. */

@@ -6,9 +6,9 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from vprop.lab.report import curves, explore, memory
+from vprop.lab.report import curves
 from vprop.lab.report.markup import inline_json, setting, text
-from vprop.lab.report.schema import NAMED, kind_of
+from vprop.lab.report.schema import KINDS, showing
 from vprop.lab.report.style import Styles
 from vprop.lab.report.tables import claims_table, facts_table, memory_table, success_table
 
@@ -28,14 +28,13 @@ HINT = (
 
 def render(results: dict[str, dict[str, Any]], styles: Styles, plotly_js: str) -> str:
     """The page as a string; no clock, no machine: the same results give the same bytes."""
-    order = list(NAMED)
-    names = sorted(results, key=lambda name: (order.index(name) if name in order else len(order), name))
-    experiments = {name: results[name] for name in names if kind_of(name, results[name]) != "claims"}
-    claims = [claim for name in names for claim in results[name].get("claims", ())]
+    experiments = {name: results[name] for name in KINDS if name in results and name != "claims"}
+    claims = results["claims"]["claims"] if "claims" in results else []
     figures: dict[str, Any] = {}
     sections = []
     for name, result in experiments.items():
-        sections.append(_section(name, result, styles, figures))
+        with showing(name):
+            sections.append(_section(name, result, styles, figures))
     links = [("claims", "Claims")] if claims else []
     links += [(name, result["title"]) for name, result in experiments.items()]
     links += [("settings", "Settings")] if experiments else []
@@ -56,16 +55,14 @@ def render(results: dict[str, dict[str, Any]], styles: Styles, plotly_js: str) -
 
 def _section(name: str, result: dict[str, Any], styles: Styles, figures: dict[str, Any]) -> str:
     """One experiment; its figures are added to ``figures``."""
-    kind = kind_of(name, result)
+    kind = KINDS[name]
     if kind == "curves":  # how to read the figures is said once, at the first of them
-        hint = "" if any(figure["kind"] == "curves" for figure in figures.values()) else f'<p class="hint">{HINT}</p>'
+        hint = "" if figures else f'<p class="hint">{HINT}</p>'
         figures.update({panel["id"]: curves.figure(panel, styles) for panel in result["panels"]})
         body = hint + "".join(curves.html(panel, styles) for panel in result["panels"])
     elif kind == "explore":
-        figures.update(explore.figures(result, styles))
         body = _explore(result, styles)
     else:
-        figures["memory"] = memory.figure(result, styles)
         body = _memory(result)
     notes = "".join(f"<li>{text(note)}</li>" for note in result["notes"])
     return f"""
@@ -78,14 +75,12 @@ def _section(name: str, result: dict[str, Any], styles: Styles, figures: dict[st
 
 
 def _explore(result: dict[str, Any], styles: Styles) -> str:
-    surface = curves.plot("explore", "Contours of the surface with the path of each method")
-    rates = curves.plot("explore-success", "How often each method reaches the global minimum", static="explore")
     return f"""
 <article class="panel" id="panel-explore">
 <header class="panel-head"><div><h3>Paths and success rates</h3>
-<p class="facts">A path ends in a disc where it arrived, in a cross where it did not. Click the legend to hide a
-method.</p></div>{curves.files("explore")}</header>
-<div class="pair"><div>{surface}</div><div>{rates}</div></div>
+<p class="facts">A path ends in a disc where it arrived, in a cross where it did not.</p></div>
+{curves.files("explore")}</header>
+{curves.image("explore", "Contours of the surface with the path of each method, and how often it succeeds")}
 {success_table(result["success"], styles)}
 </article>"""
 
@@ -95,7 +90,7 @@ def _memory(result: dict[str, Any]) -> str:
 <article class="panel" id="panel-memory">
 <header class="panel-head"><div><h3>Bytes per parameter</h3><p class="facts">Hatched bars are ours.</p></div>
 {curves.files("memory")}</header>
-{curves.plot("memory", "Bytes of state per parameter for each optimizer")}
+{curves.image("memory", "Bytes of state per parameter for each optimizer")}
 {memory_table(result["rows"])}
 </article>"""
 
@@ -109,7 +104,7 @@ def _settings(experiments: dict[str, dict[str, Any]]) -> str:
     if not experiments:
         return ""
     blocks = "".join(
-        f"<details><summary>{text(result['title'])}</summary><div class='pair even'>"
+        f"<details><summary>{text(result['title'])}</summary><div class='pair'>"
         f"<div><h4>Settings</h4>{facts_table(result['settings'])}</div>"
         f"<div><h4>Environment</h4>{facts_table(result['environment'])}</div></div></details>"
         for result in experiments.values()

@@ -1,4 +1,4 @@
-"""The same figures for print: a PNG and a PDF each."""
+"""Figures for print, a PNG and a PDF each; the page shows those that need no buttons as they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from vprop.lab.report import ranges
 from vprop.lab.report.curves import axis_ranges, rank
-from vprop.lab.report.explore import heights
 from vprop.lab.report.style import MATPLOTLIB_DASH, Styles, legend_label
 
 INK, SOFT, GRID = "#1f2933", "#52606d", "#e4e7eb"
@@ -72,7 +71,8 @@ def draw_explore(result: dict[str, Any], styles: Styles, folder: Path) -> None:
     """Contours with paths on the left, success rates on the right."""
     with matplotlib.rc_context(LOOK):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), width_ratios=(1.45, 1), layout="constrained")
-        surface, height = result["surface"], np.array(heights(result["surface"]), dtype=float)
+        surface = result["surface"]
+        height = _heights(surface["value"])
         shades = matplotlib.colors.LinearSegmentedColormap.from_list("low", ["#b9c6d6", "#dfe6ee", "#fbfcfd"])
         left.contourf(surface["x"], surface["y"], height, levels=18, cmap=shades)
         left.contour(surface["x"], surface["y"], height, levels=18, colors="#aab6c4", linewidths=0.5)
@@ -147,6 +147,13 @@ def _levels(ax: Any, lines: list[dict[str, Any]], *, higher_is_better: bool) -> 
             fontsize=8.5,
             color=INK,
         )
+
+
+def _heights(values: list[list[float | None]]) -> np.ndarray:
+    """The root of the height above the lowest point, cut at its top tenth: contours are then dense near the minima."""
+    heights = np.array(values, dtype=float)
+    cut = np.nanquantile(heights, 0.9, method="lower")
+    return np.sqrt(np.minimum(heights, cut) - np.nanmin(heights))
 
 
 def _marks(ax: Any, result: dict[str, Any]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from vprop.lab.report.schema import showing
 
 # Okabe and Ito's and Paul Tol's colour-blind-safe colours. A family shares a hue: the more samples, the darker.
 # The order is that of legends and tables.
@@ -56,17 +57,18 @@ class Style:
 class Styles:
     """The styles of all methods in a set of results."""
 
-    def __init__(self, results: Iterable[dict[str, Any]]):
+    def __init__(self, results: dict[str, dict[str, Any]]):
         self._styles: dict[str, Style] = {}
         self._names: dict[str, str] = {}  # label as a slug -> method name
-        results = list(results)
-        methods = [method for result in results for panel in result.get("panels", ()) for method in panel["methods"]]
-        for method in methods:
-            self._names.setdefault(slug(method["label"]), method["name"])
-            self._add(method["name"], method["group"])
-        for result in results:
-            for trajectory in [*result.get("trajectories", ()), *result.get("success", ())]:
-                self._add(self._key(trajectory["label"]), "paper")
+        for name, result in results.items():
+            with showing(name):
+                for method in (method for panel in result.get("panels", ()) for method in panel["methods"]):
+                    self._names.setdefault(slug(method["label"]), method["name"])
+                    self._add(method["name"], method["group"])
+        for name, result in results.items():
+            with showing(name):
+                for trajectory in [*result.get("trajectories", ()), *result.get("success", ())]:
+                    self._add(self._key(trajectory["label"]), "paper")
 
     def of(self, name: str) -> Style:
         """The style of a method by its name, or by its label where a result has no names."""

@@ -99,45 +99,24 @@ def _final(curve: dict[str, Any] | None) -> str:
 
 
 def _grid(method: dict[str, Any]) -> str:
-    """The settings that were tried, with their scores; a matrix where two step sizes were varied."""
+    """The settings that were tried, with their scores."""
     grid = method["grid"]
     if not grid:
         return "–"
     keys = [key for key in grid[0] if key != "score"]
-    inner = _matrix(method, keys) if len(keys) == 2 else _list(method, keys)
-    return (
-        f'<details class="grid"><summary>{len(grid)} tried</summary>'
-        f'<p class="hint">{text(method["score_name"])}; the chosen one is marked</p>{inner}</details>'
-    )
-
-
-def _matrix(method: dict[str, Any], keys: list[str]) -> str:
-    down, across = (list(dict.fromkeys(entry.get(key) for entry in method["grid"])) for key in keys)
-    entries = {(entry.get(keys[0]), entry.get(keys[1])): entry for entry in method["grid"]}
-    names = [SYMBOLS.get(key, key) for key in keys]
-    head = "".join(f"<th>{text(names[1])} = {text(setting(value))}</th>" for value in across)
-    body = "".join(
-        f"<tr><th>{text(names[0])} = {text(setting(row))}</th>"
-        + "".join(_score(entries.get((row, column)), method) for column in across)
-        + "</tr>"
-        for row in down
-    )
-    return f"<table><tr><th></th>{head}</tr>{body}</table>"
-
-
-def _list(method: dict[str, Any], keys: list[str]) -> str:
     body = "".join(
         "<tr><th>"
         + text(", ".join(f"{SYMBOLS.get(key, key)} = {setting(entry.get(key))}" for key in keys))
         + f"</th>{_score(entry, method)}</tr>"
-        for entry in method["grid"]
+        for entry in grid
     )
-    return f"<table>{body}</table>"
+    return (
+        f'<details class="grid"><summary>{len(grid)} tried</summary>'
+        f'<p class="hint">{text(method["score_name"])}; the chosen one is marked</p><table>{body}</table></details>'
+    )
 
 
-def _score(entry: dict[str, Any] | None, method: dict[str, Any]) -> str:
-    if entry is None:
-        return "<td></td>"
+def _score(entry: dict[str, Any], method: dict[str, Any]) -> str:
     setting_tried = {key: value for key, value in entry.items() if key != "score"}
     mark = ' class="chosen"' if setting_tried == method.get("chosen") else ""
     score = entry.get("score")
