@@ -190,6 +190,18 @@ def test_how_long_the_start_counts(optimizer_type, init_steps):
         assert float(optimizer.state[p]["hess"]) == pytest.approx(share * start + (1 - share) * 1.0, rel=1e-12)
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_large_start_leaves_nothing_behind(fused):
+    """In float32 a curvature of 1e-9 has no digits in a difference to a start of 1."""
+    p = nn.Parameter(torch.ones(3))
+    arguments = {"num_data": 100, "batch_size": 4, "init_steps": 0, "mc_samples": 0, "fused": fused}
+    optimizer = vprop.Vprop([p], lr=0.0, betas=(0.0, 0.999), **arguments)
+    for _ in range(3):
+        p.grad = torch.tensor([1e-5, 1e-4, 1.0])
+        optimizer.step()
+        torch.testing.assert_close(optimizer.state[p]["hess"], 4 * p.grad.square(), rtol=1e-5, atol=0)
+
+
 def test_without_prior_and_noise_the_root_is_adams():
     """The same gradients to torch's Adam: the same weights."""
     torch.manual_seed(0)

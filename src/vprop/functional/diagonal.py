@@ -98,8 +98,15 @@ def natural_gradient_step(
     (h = ∞) silently freeze a weight for ever.
     """
     beta1, beta2 = betas
-    average = _riemannian_average if riemannian else _clamped_average
-    new_hess = average(hess, hess_estimate, newest_weight(beta2, step, start_weight), damping)
+    if riemannian:
+        new_hess = _riemannian_average(hess, hess_estimate, newest_weight(beta2, step, start_weight), damping)
+    elif start_weight == 1:
+        new_hess = _clamped_average(hess, hess_estimate, 1 - beta2)
+    else:
+        # As a sum: a start that is to be forgotten can be so large that the difference to it says nothing.
+        weights = _weight_of_all(beta2, step, start_weight)
+        kept = beta2 * _weight_of_all(beta2, step - 1, start_weight) / weights
+        new_hess = (kept * hess + (1 - beta2) / weights * hess_estimate).clamp_min(0)
     new_momentum, debiased = _averaged(momentum, grad, beta1, step)
     pull = damping * (mean - prior_mean)
     if gradient_scale is None:
@@ -134,7 +141,7 @@ def vadam_step(
     three have no meaning here.
     """
     beta1, beta2 = betas
-    new_hess = _clamped_average(hess, hess_estimate, 1 - beta2, damping)
+    new_hess = _clamped_average(hess, hess_estimate, 1 - beta2)
     pulled = grad + damping * (mean - prior_mean)
     new_momentum, debiased = _averaged(momentum, pulled, beta1, step)
     direction = debiased / ((new_hess / _weight_so_far(beta2, step)).sqrt() + damping)
@@ -166,8 +173,13 @@ def newest_weight(beta: float, step: Scalar, start_weight: float) -> Scalar:
     """
     if start_weight == 1:
         return 1 - beta
+    return (1 - beta) / _weight_of_all(beta, step, start_weight)
+
+
+def _weight_of_all(beta: float, step: Scalar, start_weight: float) -> Scalar:
+    """Wₜ = 1 − (1−w₀)βᵗ."""
     known = _weight_so_far(beta, step)
-    return (1 - beta) / (known + start_weight * (1 - known))
+    return known + start_weight * (1 - known)
 
 
 def _not_below(value: Tensor, floor: Scalar) -> Tensor:
@@ -177,7 +189,7 @@ def _not_below(value: Tensor, floor: Scalar) -> Tensor:
     return value.clamp_min(floor) if floor > 0 else value
 
 
-def _clamped_average(hess: Tensor, estimate: Tensor, weight: Scalar, damping: Scalar) -> Tensor:
+def _clamped_average(hess: Tensor, estimate: Tensor, weight: float) -> Tensor:
     """h + (1−β₂)(ĥ−h), not below zero; ``weight`` is 1−β₂."""
     return torch.lerp(hess, estimate, weight).clamp_min(0)
 

@@ -239,6 +239,7 @@ def _step(
     HAS_MOMENTUM: tl.constexpr, HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    SUMS: tl.constexpr = FORGETS and RULE != _RIEMANNIAN and RULE != _RIEMANNIAN_ROOT
     element = start + tl.arange(0, BLOCK)
     mask = element < size
     place = _place(geometry, row, element, DIMS, ALIKE, INDEX)
@@ -293,19 +294,22 @@ def _step(
             mean = _plus(mean, -sign, noise * deviation)
 
     # The gradient and the curvature.
+    # From here on ``before`` is h, or nothing where the average is a sum, in which h weighs what is left of it: a start
+    # that is to be forgotten can be so large that the difference to it says nothing.
+    before = tl.zeros_like(hess) if SUMS else hess
     if CURVATURE == _SQUARE:
-        excess = _plus(-hess, scale, grad * grad)  # ĥ − h
+        excess = _plus(-before, scale, grad * grad)  # ĥ − h
         grad = grad_sign * grad
     else:
         grad = grad_sign * grad
         if CURVATURE == _PRICE:
-            excess = _plus(-hess, sign, grad * noise * (precision * deviation))
+            excess = _plus(-before, sign, grad * noise * (precision * deviation))
         elif CURVATURE == _PAIR:
             half_difference = (other - grad) * 0.5
-            excess = _plus(-hess, scale, half_difference * half_difference)
+            excess = _plus(-before, scale, half_difference * half_difference)
             grad = other + 0.5 * (grad - other)
         else:
-            excess = _plus(-hess, scale, other)
+            excess = _plus(-before, scale, other)
 
     # The averages.
     if HAS_PRIOR_MEAN:
@@ -316,9 +320,10 @@ def _step(
     else:
         distance = mean
     if FORGETS:
-        # wₜ = (1−β)/(1−βᵗ + w₀βᵗ), by its inverse; in the first steps of an average that forgets, it is near 1.
-        over_known = _over_weight_so_far(log_beta2, count)
-        weight2 = weight2 * over_known / (1.0 + start_weight * (over_known - 1.0))
+        beta2, weights = 1.0 - weight2, _weight_of_all(log_beta2, count, start_weight)
+        weight2 = weight2 / weights
+        if SUMS:
+            before = beta2 * _weight_of_all(log_beta2, count - 1, start_weight) / weights * hess
     if RULE == _RIEMANNIAN or RULE == _RIEMANNIAN_ROOT:
         change = weight2 * excess
         positive = tl.maximum(hess + damping, _LEAST_PRECISION * damping)
@@ -326,7 +331,7 @@ def _step(
         least = (_LEAST_PRECISION - 1.0) * damping
         new_hess = tl.where(new_hess < least, least, new_hess)  # NaN stays, to be found
     else:
-        new_hess = _plus(hess, weight2, excess)
+        new_hess = _plus(before, weight2, excess)
         new_hess = tl.where(new_hess < 0.0, 0.0, new_hess)
     averaged = grad
     if RULE == _VADAM:
@@ -374,6 +379,13 @@ def _step(
     if HAS_MEAN:
         _write(means, new_mean, mask, MASKED)
     _write(weights, new_mean, mask, MASKED)
+
+
+@triton.jit
+def _weight_of_all(log_beta, count, start_weight):
+    """1 − (1−w₀)βᵗ; w₀ itself before the first step."""
+    known = tl.where(count > 0, 1.0 / _over_weight_so_far(log_beta, count), 0.0)
+    return known + start_weight * (1.0 - known)
 
 
 @triton.jit
