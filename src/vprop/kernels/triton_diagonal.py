@@ -320,10 +320,10 @@ def _step(
     else:
         distance = mean
     if FORGETS:
-        beta2, weights = 1.0 - weight2, _weight_of_all(log_beta2, count, start_weight)
-        weight2 = weight2 / weights
+        beta2, total = 1.0 - weight2, _weight_of_all(log_beta2, count, start_weight)
+        weight2 = weight2 / total
         if SUMS:
-            before = beta2 * _weight_of_all(log_beta2, count - 1, start_weight) / weights * hess
+            before = beta2 * _weight_of_all(log_beta2, count - 1, start_weight) / total * hess
     if RULE == _RIEMANNIAN or RULE == _RIEMANNIAN_ROOT:
         change = weight2 * excess
         positive = tl.maximum(hess + damping, _LEAST_PRECISION * damping)
