@@ -21,8 +21,7 @@ from vprop.optim.optimizer import VariationalOptimizer
     batch_size={"default": REQUIRED},
     init_steps={"default": 0.0},
     preconditioner={"default": "root"},
-    noise_limit={"default": 0.15},
-    prior_precision={"default": 10.0},
+    noise_limit={"default": 0.2},
     centered=not_centered("Vario", "whose curvature is the plain square"),
 )
 class Vario(VariationalOptimizer):
