@@ -85,7 +85,7 @@ def other_layout(model, optimizer, step):
 
 
 def replace_group(model, optimizer, step):
-    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.1 / (step + 1)}
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 2 * optimizer.defaults["lr"] / (step + 1)}
 
 
 EDITS = [

@@ -76,7 +76,7 @@ def test_composed_schedulers_run(case):
 
 @pytest.mark.parametrize("case", cases())
 def test_lr_as_a_tensor(case):
-    assert_same_run(train(case), train(case, lr=torch.tensor(0.05)), rtol=1e-5, atol=1e-7)
+    assert_same_run(train(case, lr=0.05), train(case, lr=torch.tensor(0.05)), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("lr_is_tensor", [True, False])

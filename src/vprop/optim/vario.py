@@ -16,12 +16,13 @@ from vprop.optim.optimizer import VariationalOptimizer
 
 
 @with_hyperparameters(
-    lr={"words": "step size, as for Adam. A schedule that ends near zero (cosine) is best; a constant one is safe."},
+    lr={"words": "step size, as for Adam. Best with a short warm-up and a cosine that ends at zero."},
     betas={"default": (0.9, 0.999)},
     batch_size={"default": REQUIRED},
     init_steps={"default": 0.0},
     preconditioner={"default": "root"},
-    noise_limit={"default": 0.2},
+    noise_limit={"default": 0.15},
+    prior_precision={"default": 10.0},
     centered=not_centered("Vario", "whose curvature is the plain square"),
 )
 class Vario(VariationalOptimizer):
@@ -56,7 +57,7 @@ class Vario(VariationalOptimizer):
     True
     """
 
-    def __init__(self, params: ParamsT, lr: float | Tensor = 0.001, **hyperparameters: Unpack[Shared]) -> None:
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.003, **hyperparameters: Unpack[Shared]) -> None:
         super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:

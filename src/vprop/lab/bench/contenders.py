@@ -87,6 +87,7 @@ METHODS = (
     Variant("Vprop", vprop.Vprop),
     Variant("Vprop centred", vprop.Vprop, {"mc_samples": 2, "antithetic": True, "centered": True}, pair=True),
     Variant("IVON", vprop.IVON, momentum=True),
+    Variant("Vario", vprop.Vario, {"batch_size": 32}, momentum=True),
     Variant("Vadam", vprop.Vadam, {"hess_init": 1.0}, momentum=True),
 )
 PATHS: dict[str, dict[str, Any]] = {
