@@ -17,7 +17,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -209,8 +208,8 @@ def write(
 
     options = {key: value for key, value in vars(arguments).items() if key not in ("data", "out")}
     content = {
-        "command": "python benchmarks/uci.py " + " ".join(sys.argv[1:]),
-        "options": options,
+        "command": f"python benchmarks/uci.py --jobs {arguments.jobs} --out benchmarks/results/{arguments.out.name}",
+        "options": options,  # what differs from the defaults is said here
         "environment": environment() | {"scikit-learn": sklearn.__version__},
         "seconds": seconds,
         "table": table,

@@ -10,6 +10,8 @@ import torch
 
 from vprop.checks import invalid, is_finite, is_number
 
+PRIOR = "It is λ of the prior N(0, 1/λ) of every weight. Larger shrinks more."
+
 
 def check_number(estimator: Any, name: str, allowed: str, accept: Callable[[float], bool], remedy: str) -> None:
     """Refuse an argument that is no number, or not one of those allowed."""
@@ -95,7 +97,10 @@ def check_network(estimator: Any, activations: tuple[str, ...], optimizers: tupl
     check_choice(estimator, "activation", activations, "They are those of scikit-learn's MLPs.")
     check_choice(estimator, "optimizer", optimizers, "'ivon' takes two gradients a step, the others one.")
     check_count(estimator, "n_members", "1 is a single network.")
-    check_positive(estimator, "prior_precision", "It is λ of the prior N(0, 1/λ) of every weight. Larger shrinks more.")
+    if not (estimator._optimizer_decides and isinstance(estimator.prior_precision, str)):
+        check_positive(estimator, "prior_precision", PRIOR)
+    elif estimator.prior_precision != "auto":
+        raise invalid("prior_precision", estimator.prior_precision, "a finite number > 0 or 'auto'", PRIOR)
     check_positive(estimator, "temperature", "1 is Bayes; smaller is a narrower posterior.")
     if estimator.batch_size != "auto":
         if isinstance(estimator.batch_size, str):

@@ -94,7 +94,9 @@ class SampledEstimator(BaseEstimator):
             "validation_scores_",
             "best_validation_score_",
             "held_out_log_density_",
+            "prior_precision_",
             "_shapes",
+            "_unseen",
         ):
             self.__dict__.pop(name, None)
 
@@ -141,6 +143,7 @@ class BayesianMLP(SampledEstimator):
         dtype = torch.float64 if len(train[0]) <= self._batch_size(len(train[0])) else torch.float32
         rows = self._rows(train, dtype)
         held_out = None if validation is None else self._rows(validation, torch.float64)
+        self._choose(rows, early_stopping=held_out is not None)
         self._learner = self._new_learner(outputs, rows)
         self._seen = rows.count
         start = self._learner.loss_at_mean(rows)
@@ -199,6 +202,12 @@ class BayesianMLP(SampledEstimator):
     def _learning_rate(self) -> float:
         return float(self.learning_rate_init)
 
+    def _prior(self) -> float:
+        return float(self.prior_precision)
+
+    def _choose(self, rows: Rows, early_stopping: bool) -> None:
+        """What is decided by held-out rows before ``fit`` trains the networks that predict."""
+
     def _betas(self) -> tuple[float, float]:
         first, second = self.betas
         return first, second
@@ -215,7 +224,7 @@ class BayesianMLP(SampledEstimator):
         arguments: dict[str, Any] = {
             "lr": self._learning_rate(),
             "num_data": rows.count,
-            "prior_precision": self.prior_precision,
+            "prior_precision": self._prior(),
             "betas": self._betas(),
             "temperature": self.temperature,
             "seed": self._noise_seed,

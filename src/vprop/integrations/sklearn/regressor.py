@@ -30,6 +30,10 @@ STEPS: dict[str, tuple[float, tuple[float, float]]] = {
 }
 """``learning_rate_init`` and ``betas`` that suit each optimizer."""
 
+PRIORS = (1.0, 10.0)
+"""``prior_precision="auto"``: functions that the rows determine well, and those that hide in noise. The first is taken
+where nothing is held out."""
+
 NOISE_DECAY = 0.98
 """Of the average that follows the noise variance during training."""
 
@@ -58,12 +62,14 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         noise: "student_t" or "normal", the distribution of targets around the function. Student's t allows for
             outliers; its degrees of freedom, infinitely many (the normal) among them, are learned as the scale is.
         noise_folds: how many parts the rows are split into to learn the noise; each part in turn is held out, until
-            1000 rows have been. 0 learns it from the residuals of training, which takes a half to a fifth of the time.
+            1000 rows have been. 0 learns it from the residuals of training, which takes a fraction of the time.
         weight_noise_limit: with "vario", the largest standard deviation of a weight, as a share of the root mean square
             of its layer's weights. More of it fits less closely: try 0.05 for nearly noiseless data, 0.2 for few rows.
             Up to some thousand rows most weights are at that limit, so that the posterior is no wider with fewer rows;
             ``noise_std_``, which held-out rows decide, then is.
-        prior_precision: λ of the prior N(0, 1/λ) of every weight. Larger shrinks more.
+        prior_precision: λ of the prior N(0, 1/λ) of every weight. Larger shrinks more. "auto" is 1 or 10, whichever
+            makes the held-out rows of ``noise_folds`` more probable, at the cost of training the networks without them
+            twice; 1 where there are no such rows.
         temperature: 1 is Bayes; below 1 the posterior is narrower (and the prior weaker).
         learning_rate_init: size of the first steps, as for Adam with "vario", and 1 being Newton's with the others;
             ``None`` is 0.01 with "vario" and 0.3 with the others. It falls to zero along half a cosine over
@@ -92,6 +98,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         noise_dof_: degrees of freedom of the noise, infinity for the normal: a number, or one per output.
         held_out_log_density_: mean predictive log-density of the rows that the noise was learned from, in units of the
             target: a score to choose arguments by. Not there with ``noise_folds=0``.
+        prior_precision_: λ as given or chosen.
         posterior_: the :class:`vprop.posterior.DiagonalPosterior`, over standardized features and targets; outputs are
             (members, rows, targets).
         loss_curve_: mean negative log-density at sampled weights, standardized, for each pass.
@@ -127,9 +134,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         n_members: int = 4,
         optimizer: str = "vario",
         noise: str = "student_t",
-        noise_folds: int = 10,
+        noise_folds: int = 5,
         weight_noise_limit: float = 0.1,
-        prior_precision: float = 1.0,
+        prior_precision: float | str = "auto",
         temperature: float = 1.0,
         learning_rate_init: float | None = None,
         betas: tuple[float, float] | None = None,
@@ -188,6 +195,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         X, y, weights = self._checked(X, y, sample_weight, first)
         if first:
             self._take_target_scale(y, weights)
+            self.prior_precision_ = PRIORS[0] if self.prior_precision == "auto" else float(self.prior_precision)
         elif y.shape[1] != len(self._targets.mean):
             raise ValueError(
                 f"Invalid y: has {y.shape[1]} columns, must have {len(self._targets.mean)} as in the first call to "
@@ -263,6 +271,8 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         self._targets = Standardization.of(y, weights) if self.standardize else Standardization.none(y.shape[1])
 
     _optimizers = tuple(STEPS)
+    _unseen: tuple[np.ndarray, Rows] | None
+    prior_precision_: float
     _optimizer_decides = True
 
     def _check_arguments(self) -> None:
@@ -296,8 +306,9 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         if held_out is not None:
             outputs = stacked_outputs(learner.posterior(), held_out.x, self._draws(), self._prediction_seed)
             known = outputs.flatten(0, 1).cpu().numpy(), held_out
-        elif self.noise_folds and len(rows) >= LEAST_TO_SPLIT:
-            known = self._held_out_in_turn(rows)
+        elif self._unseen is not None:
+            known = self._unseen
+            self._unseen = None  # as large as all predictions for the held-out rows
         elif self.noise == "normal":
             return
         else:
@@ -306,6 +317,26 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         self._shapes = [(noise.scale / scale, noise.dof) for noise, scale in zip(noises, trained, strict=True)]
         if known[1] is not rows:
             self.held_out_log_density_ = density
+
+    def _prior(self) -> float:
+        return self.prior_precision_
+
+    def _choose(self, rows: Rows, early_stopping: bool) -> None:
+        """The prior, and outputs for held-out rows to learn the noise from."""
+        candidates = PRIORS if self.prior_precision == "auto" else (float(self.prior_precision),)
+        self.prior_precision_ = candidates[0]
+        self._unseen = None
+        if early_stopping or not self.noise_folds or len(rows) < LEAST_TO_SPLIT:
+            return
+        best = -math.inf
+        for candidate in candidates:
+            previous, self.prior_precision_ = self.prior_precision_, candidate
+            unseen = self._held_out_in_turn(rows)
+            _, density = self._fitted(*unseen)
+            if density > best or self._unseen is None:
+                best, self._unseen = density, unseen
+            else:
+                self.prior_precision_ = previous
 
     def _held_out_in_turn(self, rows: Rows) -> tuple[np.ndarray, Rows]:
         """Outputs for rows, each of networks that were trained without it; and these rows."""
