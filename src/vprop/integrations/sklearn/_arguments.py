@@ -41,11 +41,11 @@ def check_flag(estimator: Any, name: str) -> None:
         raise invalid(name, value, "True or False", f"Pass {name}=True or {name}=False.")
 
 
-def check_shared(estimator: Any) -> None:
-    """The arguments that all three estimators have."""
+def check_shared(estimator: Any, decides: bool = False) -> None:
+    """The arguments that all three estimators have; whether some may be left for the estimator to decide."""
     check_count(estimator, "max_iter", "It is the number of passes over the training data.")
     check_count(estimator, "n_posterior_samples", "It is the number of weight samples that a prediction averages over.")
-    _check_learning_rate(estimator)
+    _check_learning_rate(estimator, decides)
     check_number(
         estimator,
         "validation_fraction",
@@ -65,9 +65,9 @@ def check_shared(estimator: Any) -> None:
         raise invalid("device", estimator.device, "the name of a torch device", "'cpu' and 'cuda' are two.") from None
 
 
-def _check_learning_rate(estimator: Any) -> None:
+def _check_learning_rate(estimator: Any, decides: bool) -> None:
     remedy = "It is the size of the first steps; lower the default if training diverges."
-    if not estimator._optimizer_decides:
+    if not decides:
         check_positive(estimator, "learning_rate_init", remedy)
     elif estimator.learning_rate_init is not None:
         allowed = "a finite number > 0 or None"
@@ -83,9 +83,11 @@ def check_regression(estimator: Any, families: tuple[str, ...]) -> None:
     check_positive(estimator, "weight_noise_limit", "It is σ as a share of a layer's root mean square weight.")
 
 
-def check_network(estimator: Any, activations: tuple[str, ...], optimizers: tuple[str, ...]) -> None:
+def check_network(
+    estimator: Any, activations: tuple[str, ...], optimizers: tuple[str, ...], decides: bool = False
+) -> None:
     """The arguments of the networks."""
-    check_shared(estimator)
+    check_shared(estimator, decides)
     for size in hidden_sizes(estimator.hidden_layer_sizes):
         if not is_number(size, whole=True) or size < 1:
             raise invalid(
@@ -97,7 +99,7 @@ def check_network(estimator: Any, activations: tuple[str, ...], optimizers: tupl
     check_choice(estimator, "activation", activations, "They are those of scikit-learn's MLPs.")
     check_choice(estimator, "optimizer", optimizers, "'ivon' takes two gradients a step, the others one.")
     check_count(estimator, "n_members", "1 is a single network.")
-    if not (estimator._optimizer_decides and isinstance(estimator.prior_precision, str)):
+    if not (decides and isinstance(estimator.prior_precision, str)):
         check_positive(estimator, "prior_precision", PRIOR)
     elif estimator.prior_precision != "auto":
         raise invalid("prior_precision", estimator.prior_precision, "a finite number > 0 or 'auto'", PRIOR)
@@ -106,7 +108,7 @@ def check_network(estimator: Any, activations: tuple[str, ...], optimizers: tupl
         if isinstance(estimator.batch_size, str):
             raise invalid("batch_size", estimator.batch_size, "'auto' or an integer >= 1", "'auto' is the default.")
         check_count(estimator, "batch_size", "'auto' is the default.")
-    if estimator.betas is not None or not estimator._optimizer_decides:
+    if estimator.betas is not None or not decides:
         _check_betas(estimator.betas)
 
 

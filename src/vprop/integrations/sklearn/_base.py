@@ -36,9 +36,6 @@ STREAMING_SHARE = 1 / 3
 class SampledEstimator(BaseEstimator):
     """An estimator with a posterior: randomness from ``random_state`` alone, early stopping, sampled outputs."""
 
-    _optimizer_decides = False
-    """Whether ``learning_rate_init`` and ``betas`` may be ``None``: those that suit the optimizer."""
-
     _linear_within = math.inf
     """Standard deviations beyond which features count logarithmically."""
 
@@ -116,6 +113,9 @@ class BayesianMLP(SampledEstimator):
 
     _optimizers: tuple[str, ...] = ("vprop", "ivon")
     """Values of ``optimizer``."""
+
+    _decides = False
+    """Whether ``learning_rate_init``, ``betas`` and ``prior_precision`` may be left for the estimator to choose."""
 
     @abstractmethod
     def _rows_in_a_batch(self, rows: int) -> int:
@@ -239,7 +239,7 @@ class BayesianMLP(SampledEstimator):
         return Vprop(network.parameters(), **arguments)
 
     def _check_arguments(self) -> None:
-        check_network(self, tuple(ACTIVATIONS), self._optimizers)
+        check_network(self, tuple(ACTIVATIONS), self._optimizers, self._decides)
 
     def _checked_weights(
         self, sample_weight: Any, X: np.ndarray, y: np.ndarray

@@ -273,7 +273,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
     _optimizers = tuple(STEPS)
     _unseen: tuple[np.ndarray, Rows] | None
     prior_precision_: float
-    _optimizer_decides = True
+    _decides = True
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
