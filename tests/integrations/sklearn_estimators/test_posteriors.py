@@ -52,10 +52,19 @@ def test_more_data_leave_less_open():
     spreads = []
     for rows in (60, 600):
         X, y = make_friedman1(rows, noise=1.0, random_state=0)
-        model = BayesianMLPRegressor(random_state=0, max_iter=100).fit(X, y)
+        model = BayesianMLPRegressor(random_state=0, max_iter=100, optimizer="vprop").fit(X, y)
         _, std = model.predict(X, return_std=True)
         spreads.append(np.mean(std**2 - model.noise_std_**2))
     assert spreads[1] < 0.5 * spreads[0]
+
+
+def test_more_data_make_narrower_intervals():
+    widths = []
+    for rows in (60, 600):
+        X, y = make_friedman1(rows, noise=1.0, random_state=0)
+        lower, upper = BayesianMLPRegressor(random_state=0, max_iter=100).fit(X, y).interval(X)
+        widths.append(np.mean(upper - lower))
+    assert widths[1] < 0.7 * widths[0]
 
 
 def test_units_of_the_data_do_not_matter():

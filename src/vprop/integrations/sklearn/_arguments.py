@@ -10,6 +10,8 @@ import torch
 
 from vprop.checks import invalid, is_finite, is_number
 
+PRIOR = "It is λ of the prior N(0, 1/λ) of every weight. Larger shrinks more."
+
 
 def check_number(estimator: Any, name: str, allowed: str, accept: Callable[[float], bool], remedy: str) -> None:
     """Refuse an argument that is no number, or not one of those allowed."""
@@ -39,17 +41,11 @@ def check_flag(estimator: Any, name: str) -> None:
         raise invalid(name, value, "True or False", f"Pass {name}=True or {name}=False.")
 
 
-def check_shared(estimator: Any) -> None:
-    """The arguments that all three estimators have."""
+def check_shared(estimator: Any, decides: bool = False) -> None:
+    """The arguments that all three estimators have; whether some may be left for the estimator to decide."""
     check_count(estimator, "max_iter", "It is the number of passes over the training data.")
     check_count(estimator, "n_posterior_samples", "It is the number of weight samples that a prediction averages over.")
-    check_number(
-        estimator,
-        "learning_rate_init",
-        "a finite number > 0",
-        lambda v: 0 < v < math.inf,
-        "It is the size of the first steps, 1 being Newton's; lower the default if training diverges.",
-    )
+    _check_learning_rate(estimator, decides)
     check_number(
         estimator,
         "validation_fraction",
@@ -69,9 +65,29 @@ def check_shared(estimator: Any) -> None:
         raise invalid("device", estimator.device, "the name of a torch device", "'cpu' and 'cuda' are two.") from None
 
 
-def check_network(estimator: Any, activations: tuple[str, ...], optimizers: tuple[str, ...]) -> None:
+def _check_learning_rate(estimator: Any, decides: bool) -> None:
+    remedy = "It is the size of the first steps; lower the default if training diverges."
+    if not decides:
+        check_positive(estimator, "learning_rate_init", remedy)
+    elif estimator.learning_rate_init is not None:
+        allowed = "a finite number > 0 or None"
+        check_number(estimator, "learning_rate_init", allowed, lambda v: 0 < v < math.inf, remedy)
+
+
+def check_regression(estimator: Any, families: tuple[str, ...]) -> None:
+    """The arguments that only the regressor has."""
+    check_choice(estimator, "noise", families, "'student_t' includes the normal and fits outliers too.")
+    check_count(estimator, "noise_folds", "0 learns the noise from the training rows themselves.", least=0)
+    if estimator.noise_folds == 1:
+        raise invalid("noise_folds", 1, "0 or an integer >= 2", "One fold would leave no rows to train on.")
+    check_positive(estimator, "weight_noise_limit", "It is σ as a share of a layer's root mean square weight.")
+
+
+def check_network(
+    estimator: Any, activations: tuple[str, ...], optimizers: tuple[str, ...], decides: bool = False
+) -> None:
     """The arguments of the networks."""
-    check_shared(estimator)
+    check_shared(estimator, decides)
     for size in hidden_sizes(estimator.hidden_layer_sizes):
         if not is_number(size, whole=True) or size < 1:
             raise invalid(
@@ -81,15 +97,19 @@ def check_network(estimator: Any, activations: tuple[str, ...], optimizers: tupl
                 "(100,) is one hidden layer of 100 units, () none.",
             )
     check_choice(estimator, "activation", activations, "They are those of scikit-learn's MLPs.")
-    check_choice(estimator, "optimizer", optimizers, "'vprop' takes one gradient a step, 'ivon' two.")
+    check_choice(estimator, "optimizer", optimizers, "'ivon' takes two gradients a step, the others one.")
     check_count(estimator, "n_members", "1 is a single network.")
-    check_positive(estimator, "prior_precision", "It is λ of the prior N(0, 1/λ) of every weight. Larger shrinks more.")
+    if not (decides and isinstance(estimator.prior_precision, str)):
+        check_positive(estimator, "prior_precision", PRIOR)
+    elif estimator.prior_precision != "auto":
+        raise invalid("prior_precision", estimator.prior_precision, "a finite number > 0 or 'auto'", PRIOR)
     check_positive(estimator, "temperature", "1 is Bayes; smaller is a narrower posterior.")
     if estimator.batch_size != "auto":
         if isinstance(estimator.batch_size, str):
             raise invalid("batch_size", estimator.batch_size, "'auto' or an integer >= 1", "'auto' is the default.")
         check_count(estimator, "batch_size", "'auto' is the default.")
-    _check_betas(estimator.betas)
+    if estimator.betas is not None or not decides:
+        _check_betas(estimator.betas)
 
 
 def check_positive(estimator: Any, name: str, remedy: str) -> None:

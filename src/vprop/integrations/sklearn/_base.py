@@ -21,12 +21,11 @@ from vprop.integrations.sklearn._likelihoods import RowLikelihood
 from vprop.integrations.sklearn._network import ACTIVATIONS, make_network
 from vprop.integrations.sklearn._prediction import draws_for, stacked_outputs
 from vprop.integrations.sklearn._training import CosineSteps, Learner, Progress, warn_if_diverged
-from vprop.optim import IVON, VariationalOptimizer, Vprop
+from vprop.optim import IVON, VariationalOptimizer, Vario, Vprop
 
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Inputs, encoded targets, weights."""
 
-OPTIMIZERS = ("vprop", "ivon")
 ROWS_AT_ONCE = 8192
 """Of a prediction, to bound the memory: there is an output for each weight sample."""
 
@@ -86,7 +85,16 @@ class SampledEstimator(BaseEstimator):
 
     def _forget(self) -> None:
         """Drop what an earlier fit has learned."""
-        for name in ("_learner", "posterior_", "validation_scores_", "best_validation_score_"):
+        for name in (
+            "_learner",
+            "posterior_",
+            "validation_scores_",
+            "best_validation_score_",
+            "held_out_log_density_",
+            "prior_precision_",
+            "_shapes",
+            "_unseen",
+        ):
             self.__dict__.pop(name, None)
 
     def _take_progress(self, progress: Progress) -> None:
@@ -103,16 +111,23 @@ class BayesianMLP(SampledEstimator):
 
     # -- what a task provides --------------------------------------------------------------------------------
 
-    _rows_in_a_batch: int
-    """``batch_size="auto"``."""
+    _optimizers: tuple[str, ...] = ("vprop", "ivon")
+    """Values of ``optimizer``."""
+
+    _decides = False
+    """Whether ``learning_rate_init``, ``betas`` and ``prior_precision`` may be left for the estimator to choose."""
 
     @abstractmethod
-    def _likelihood(self, outputs: int, like: Tensor) -> RowLikelihood:
-        """A new likelihood for networks with this many outputs."""
+    def _rows_in_a_batch(self, rows: int) -> int:
+        """``batch_size="auto"``, for so many rows of training data."""
 
     @abstractmethod
-    def _settle(self, learner: Learner, rows: Rows) -> None:
-        """What remains to be learned after the last step."""
+    def _likelihood(self, networks: int, outputs: int, like: Tensor) -> RowLikelihood:
+        """A new likelihood for so many networks with this many outputs."""
+
+    @abstractmethod
+    def _settle(self, learner: Learner, rows: Rows, held_out: Rows | None) -> None:
+        """What remains to be learned after the last step; ``held_out`` are the rows of early stopping."""
 
     # -- fit -------------------------------------------------------------------------------------------------
 
@@ -123,32 +138,39 @@ class BayesianMLP(SampledEstimator):
         self._take_seeds()
         train, validation = self._held_out(X, targets, weights, stratify)
         self._take_scales(train[0], train[2])
-        batch_size = self._batch_size()
         # In one batch weights are the same as repeated rows, to rounding, which float64 makes small. Beside the noise
         # of mini-batches rounding is nothing, and float32 is several times as fast.
-        dtype = torch.float64 if len(train[0]) <= batch_size else torch.float32
+        dtype = torch.float64 if len(train[0]) <= self._batch_size(len(train[0])) else torch.float32
         rows = self._rows(train, dtype)
         held_out = None if validation is None else self._rows(validation, torch.float64)
+        self._choose(rows, early_stopping=held_out is not None)
         self._learner = self._new_learner(outputs, rows)
         self._seen = rows.count
         start = self._learner.loss_at_mean(rows)
-        progress = self._train(rows, held_out, batch_size)
+        progress = Progress(self.n_iter_no_change, self.tol, bool(self.verbose))
+        self._train(self._learner, progress, rows, held_out, self._shuffle)
         if progress.best is not None:
             self._learner = progress.best
-        self._settle(self._learner, rows)
+        self._settle(self._learner, rows, held_out)
         self._take_progress(progress)
         self.posterior_ = self._learner.posterior()
         warn_if_diverged(start, self._learner.loss_at_mean(rows))
 
-    def _train(self, rows: Rows, held_out: Rows | None, batch_size: int) -> Progress:
-        progress = Progress(self.n_iter_no_change, self.tol, bool(self.verbose))
-        steps = CosineSteps(self.learning_rate_init, self.max_iter * math.ceil(len(rows) / batch_size))
+    def _train(
+        self,
+        learner: Learner,
+        progress: Progress,
+        rows: Rows,
+        held_out: Rows | None,
+        shuffle: np.random.RandomState,
+    ) -> None:
+        batch_size = self._batch_size(len(rows))
+        steps = CosineSteps(self._learning_rate(), self.max_iter * math.ceil(len(rows) / batch_size))
         for _ in range(self.max_iter):
-            loss = self._learner.run(rows, batch_size, self._shuffle, steps)
+            loss = learner.run(rows, batch_size, shuffle, steps)
             score = None if held_out is None else self._score(held_out)
-            if progress.note(loss, self._learner, score):
+            if progress.note(loss, learner, score):
                 break
-        return progress
 
     def _partial_fit(self, X: np.ndarray, targets: np.ndarray, weights: np.ndarray, outputs: int) -> None:
         """One pass over further data, which the posterior then counts as seen."""
@@ -163,8 +185,8 @@ class BayesianMLP(SampledEstimator):
             self._learner = self._new_learner(outputs, rows)
         self._seen += rows.count
         self._learner.set(num_data=self._seen)
-        step_size = STREAMING_SHARE * self.learning_rate_init
-        loss = self._learner.run(rows, self._batch_size(), self._shuffle, lambda: step_size)
+        step_size = STREAMING_SHARE * self._learning_rate()
+        loss = self._learner.run(rows, self._batch_size(len(rows)), self._shuffle, lambda: step_size)
         self.loss_curve_.append(loss)
         self.n_iter_ += 1
         if self.verbose:
@@ -174,33 +196,50 @@ class BayesianMLP(SampledEstimator):
     def _stream_dtype(self) -> torch.dtype:
         return next(self._learner.network.parameters()).dtype if hasattr(self, "_learner") else torch.float32
 
-    def _batch_size(self) -> int:
-        return self._rows_in_a_batch if self.batch_size == "auto" else int(self.batch_size)
+    def _batch_size(self, rows: int) -> int:
+        return self._rows_in_a_batch(rows) if self.batch_size == "auto" else int(self.batch_size)
+
+    def _learning_rate(self) -> float:
+        return float(self.learning_rate_init)
+
+    def _prior(self) -> float:
+        return float(self.prior_precision)
+
+    def _choose(self, rows: Rows, early_stopping: bool) -> None:
+        """What is decided by held-out rows before ``fit`` trains the networks that predict."""
+
+    def _betas(self) -> tuple[float, float]:
+        first, second = self.betas
+        return first, second
 
     # -- parts -----------------------------------------------------------------------------------------------
 
-    def _new_learner(self, outputs: int, rows: Rows) -> Learner:
+    def _new_learner(self, outputs: int, rows: Rows, networks: int | None = None) -> Learner:
         hidden = hidden_sizes(self.hidden_layer_sizes)
-        network = make_network(
-            self.n_members, rows.x.shape[1], hidden, outputs, self.activation, self._network_seed
-        ).to(rows.x)
-        return Learner(network, self._new_optimizer(network, rows.count), self._likelihood(outputs, rows.x))
+        count = self.n_members if networks is None else networks
+        network = make_network(count, rows.x.shape[1], hidden, outputs, self.activation, self._network_seed).to(rows.x)
+        return Learner(network, self._new_optimizer(network, rows), self._likelihood(count, outputs, rows.x))
 
-    def _new_optimizer(self, network: torch.nn.Module, num_data: float) -> VariationalOptimizer:
+    def _new_optimizer(self, network: torch.nn.Module, rows: Rows) -> VariationalOptimizer:
         arguments: dict[str, Any] = {
-            "lr": self.learning_rate_init,
-            "num_data": num_data,
-            "prior_precision": self.prior_precision,
-            "betas": tuple(self.betas),
+            "lr": self._learning_rate(),
+            "num_data": rows.count,
+            "prior_precision": self._prior(),
+            "betas": self._betas(),
             "temperature": self.temperature,
             "seed": self._noise_seed,
         }
         if self.optimizer == "ivon":
             return IVON(network.parameters(), mc_samples=2, antithetic=True, **arguments)
+        if self.optimizer == "vario":
+            # A row of weight k stands for k examples, in a mini-batch as in all the data.
+            examples = min(self._batch_size(len(rows)), len(rows)) * rows.count / len(rows)
+            limit = self.weight_noise_limit
+            return Vario(network.parameters(), batch_size=max(1.0, examples), noise_limit=limit, **arguments)
         return Vprop(network.parameters(), **arguments)
 
     def _check_arguments(self) -> None:
-        check_network(self, tuple(ACTIVATIONS), OPTIMIZERS)
+        check_network(self, tuple(ACTIVATIONS), self._optimizers, self._decides)
 
     def _checked_weights(
         self, sample_weight: Any, X: np.ndarray, y: np.ndarray

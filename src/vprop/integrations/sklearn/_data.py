@@ -49,7 +49,10 @@ class Standardization:
 
 @dataclass(frozen=True)
 class Rows:
-    """Training data: inputs, encoded targets, and weights with mean 1, so that a mean over rows is a weighted mean."""
+    """Training data: inputs, encoded targets, and weights with mean 1, so that a mean over rows is a weighted mean.
+
+    Weights are (rows,), or (networks, rows) where networks that are trained side by side see different rows.
+    """
 
     x: Tensor
     y: Tensor
@@ -62,7 +65,7 @@ class Rows:
 
     def pick(self, numbers: Tensor) -> Rows:
         """Some of the rows, with the weights that they have here."""
-        return Rows(self.x[numbers], self.y[numbers], self.weights[numbers], self.count)
+        return Rows(self.x[numbers], self.y[numbers], self.weights[..., numbers], self.count)
 
 
 def make_rows(

@@ -150,11 +150,13 @@ class BayesianMLPClassifier(ClassesMixin, ClassifierMixin, BayesianMLP):
         for logits in self._output_blocks(X):
             yield logits.softmax(-1)
 
-    _rows_in_a_batch = 128
     _linear_within = 3.0
 
-    def _likelihood(self, outputs: int, like: Tensor) -> Categorical:
+    def _rows_in_a_batch(self, rows: int) -> int:
+        return 128
+
+    def _likelihood(self, networks: int, outputs: int, like: Tensor) -> Categorical:
         return Categorical()
 
-    def _settle(self, learner: Learner, rows: Rows) -> None:
+    def _settle(self, learner: Learner, rows: Rows, held_out: Rows | None) -> None:
         """Nothing but weights is learned."""
