@@ -177,11 +177,16 @@ class Job:
         model.eval()
         judged_x, judged_y = judged[0].to(device), judged[1]
         with torch.no_grad():
-            mean = torch.cat([model(part).softmax(-1) for part in judged_x.split(2000)]).cpu()
+            mean = torch.cat(
+                [model(part).softmax(-1) for part in judged_x.split(250 if device.type == "cpu" else 2000)]
+            ).cpu()
         result["mean"] = scores(mean, judged_y)
         if isinstance(optimizer, vprop.VariationalOptimizer):
             posterior = optimizer.posterior(model, likelihood="categorical")
-            parts = [posterior.predict(part, num_samples=SAMPLES).probs for part in judged_x.split(2000)]
+            parts = [
+                posterior.predict(part, num_samples=SAMPLES).probs
+                for part in judged_x.split(250 if device.type == "cpu" else 2000)
+            ]
             result["posterior"] = scores(torch.cat(parts).cpu(), judged_y)
         return result | {"seconds": round(time.perf_counter() - started, 1)}
 

@@ -67,4 +67,4 @@ def test_the_figures_in_the_readme_are_those_of_the_committed_run():
     ]:
         values = re.search(rf"^\| {row} \| ([\d.]+) \| ([\d.]+) \|", README, flags=re.M)
         assert values is not None, row
-        assert values.groups() == tuple(f"{methods[name][key]:.3f}" for name in ("Adam", "Vprop")), row
+        assert values.groups() == tuple(f"{methods[name][key]:.3f}" for name in ("Adam", "Vario")), row

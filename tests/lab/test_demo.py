@@ -18,7 +18,7 @@ def test_demo_writes_what_it_says(tmp_path):
     folder = tmp_path / "new" / "folder"
     written = json.loads((folder / "demo.json").read_text())
     assert written["environment"]["torch"] == torch.__version__
-    assert set(written["digits"]["methods"]) == {"Adam", "Vprop"}
+    assert set(written["digits"]["methods"]) == {"Adam", "Vario"}
     for picture in ("regression.png", "calibration.png"):
         assert (folder / picture).read_bytes().startswith(b"\x89PNG")
 

@@ -32,7 +32,7 @@ def regression_band(result: dict[str, Any], path: Path) -> Path:
         ylim=(-3, 3),
         xlabel="x",
         ylabel="y",
-        title="One run of Vprop: a ReLU network with error bars",
+        title=f"{result['networks']} ReLU networks trained by Vario: error bars",
     )
     axes.legend(fontsize=8, loc="lower left", ncols=2, framealpha=0.9)
     return _save(figure, path)
@@ -55,7 +55,10 @@ def calibration(result: dict[str, Any], path: Path) -> Path:
         )
         axes.text(0.95, 0.06, text, transform=axes.transAxes, ha="right", fontsize=9)
     panels[0].set_ylabel("accuracy")
-    figure.suptitle(f"Digits: how often is a prediction right? ({result['test']} test images)", fontsize=11)
+    figure.suptitle(
+        f"Digits: how often is a prediction right? ({result['test']} test images, {result['splits']} splits)",
+        fontsize=11,
+    )
     return _save(figure, path)
 
 
