@@ -148,10 +148,15 @@ def test_squared_gradients_of_mini_batches_that_count_for_all_data():
     assert "about 4 times too large" in finding.what
     assert "vprop.Vario(params, num_data=64, batch_size=16), find lr anew" in finding.remedy
     assert (finding.advice.optimizer, finding.advice.change) == ("Vario", {"batch_size": 16})
+    kept = in_batches(16, {"prior_precision": 2.5, "temperature": 0.5})
+    assert "batch_size=16, prior_precision=2.5, temperature=0.5), find lr" in kept.remedy
+    assert kept.advice.change == {"batch_size": 16, "prior_precision": 2.5, "temperature": 0.5}
+    kept = in_batches(16, {"prior_precision": "auto"})
+    assert 'batch_size=16, prior_precision="auto"), find lr' in kept.remedy
     for constructor in (Vprop, VONG):
         one_layer = in_batches(16, {}, network=False, constructor=constructor)
         assert (one_layer.advice.optimizer, one_layer.advice.change) == (None, {"batch_size": 16})
-        assert "Set batch_size=16, find lr anew" in one_layer.remedy
+        assert one_layer.remedy == "Set batch_size=16, and train from the start."
 
 
 @pytest.mark.parametrize(
@@ -171,6 +176,9 @@ def test_others_are_not_too_certain(size, arguments):
 def test_without_an_objective_the_batches_are_not_known():
     _, optimizer = train(Vprop, num_data=1000)
     assert "too certain" not in symptoms(optimizer)
+    _, optimizer = train(Vprop, num_data=1000, temperature=1e4)
+    (finding,) = [finding for finding in optimizer.diagnose() if finding.symptom == "noise dominates"]
+    assert "batch_size=M, temperature=10000) (M examples in a mini-batch), find lr anew" in finding.remedy
 
 
 @pytest.mark.parametrize(

@@ -66,19 +66,31 @@ def _limited(limit: float) -> Advice:
 def mini_batches(settings: Mapping[str, Any], examples: int, is_network: bool) -> Advice:
     """For squared gradients that count for all data, where each is a mean of a few.
 
-    One layer keeps its optimizer. A network needs a bound on the noise that becomes larger by it.
+    One layer keeps its optimizer and its lr. A network needs a bound on the noise that becomes larger by it.
     """
     if is_network and "preconditioner" in settings:
         return vario(settings, examples)
-    return Advice(f"Set batch_size={examples}, {FIND_LR}", change={"batch_size": examples}, find_lr=True)
+    return Advice(f"Set batch_size={examples}, and train from the start.", change={"batch_size": examples})
 
 
 def vario(settings: Mapping[str, Any], examples: int | None) -> Advice:
-    """The optimizer that is made for mini-batches and networks."""
-    data, size = settings["num_data"], "M" if examples is None else str(examples)
+    """The optimizer that is made for mini-batches and networks, with the prior and the temperature that there are."""
+    change: dict[str, Any] = {} if examples is None else {"batch_size": examples}
+    prior = "auto" if settings.get("auto_prior") is not None else settings["prior_precision"]
+    if isinstance(prior, str | float | int) and prior != 1:
+        change["prior_precision"] = prior
+    if settings["temperature"] != 1:
+        change["temperature"] = settings["temperature"]
+    arguments = {"num_data": settings["num_data"], "batch_size": "M"} | change
+    call = ", ".join(f"{name}={_shown(value)}" for name, value in arguments.items())
     note = " (M examples in a mini-batch)" if examples is None else ""
-    words = f"Use vprop.Vario(params, num_data={data:.15g}, batch_size={size}){note}, {FIND_LR}"
-    return Advice(words, "Vario", {} if examples is None else {"batch_size": examples}, find_lr=True)
+    return Advice(f"Use vprop.Vario(params, {call}){note}, {FIND_LR}", "Vario", change, find_lr=True)
+
+
+def _shown(value: float | str) -> str:
+    if isinstance(value, str):
+        return value if value == "M" else f'"{value}"'
+    return f"{value:.15g}"
 
 
 def _divides_by_root(settings: Mapping[str, Any]) -> bool:

@@ -134,7 +134,8 @@ def _predictions(losses: Losses, settings: dict[str, Any], examples: int | None,
             "chance level",
             None,
             f"The mean of the weights predicts no better than a constant: its loss is {losses.mean:.3g}{beside}.",
-            f"{remedy.words} If that does not help, look at the data and their labels.",
+            f"{remedy.words} If that does not help, look at the prior, which pulls the weights to its mean, and at "
+            "the data and their labels.",
             remedy,
         )
     elif losses.lost > MUCH_LOST:
