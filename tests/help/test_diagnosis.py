@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.harness import make_batch, make_model, train
+from tests.harness import everything, make_batch, make_model, train
 from tests.table import cases
-from vprop import CVI, IVON, VON, VONG, AutoPrior, Objective, Vprop
+from vprop import CVI, IVON, VON, VONG, AutoPrior, GaussianLikelihood, Objective, Vario, Vprop
 
 
 def symptoms(optimizer):
@@ -36,17 +39,17 @@ def healthy(**arguments):
 def test_nothing_is_wrong():
     diagnosis = healthy().diagnose()
     assert len(diagnosis) == 0
-    assert str(diagnosis) == "Nothing looks wrong."
+    assert str(diagnosis).startswith("Nothing looks wrong.\n(How the model predicts is not known without data")
     assert not diagnosis
 
 
 @pytest.mark.parametrize(
     ("arguments", "symptom", "words"),
     [
-        ({"betas": (0.0, 0.9999)}, "curvature at hess_init", ["After 100 steps", "hess_init=3", "betas[1]=0.9999"]),
-        ({"prior_precision": 1e6}, "variance at prior", ["as wide as their prior", "num_data=100", "prior_precision"]),
-        ({"clip_radius": 1e-4}, "steps clipped", ["clip_radius=0.0001", "Raise clip_radius"]),
-        ({"temperature": 1e4, "prior_precision": 0.01}, "noise dominates", ["larger than the weights", "temperature"]),
+        ({"betas": (0.0, 0.9999)}, "curvature at hess_init", ["After 100 steps", "hess_init=3", "train longer"]),
+        ({"prior_precision": 1e6}, "variance at prior", ["as wide as their prior", "num_data=100", "one layer"]),
+        ({"clip_radius": 1e-4}, "steps clipped", ["clip_radius=0.0001", "vprop.lr_find"]),
+        ({"temperature": 1e4, "prior_precision": 0.01}, "noise dominates", ["larger than the weights", "num_data=100"]),
     ],
 )
 def test_each_symptom_is_found(arguments, symptom, words):
@@ -112,10 +115,139 @@ def test_the_long_average_of_ivon_is_pointed_out():
 @pytest.mark.parametrize("case", cases())
 def test_every_optimizer_can_be_asked_and_is_not_changed(case):
     model, optimizer = train(case, steps=3)
-    before = [p.clone() for p in model.parameters()]
-    text = str(optimizer.diagnose())
-    assert text
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    before = copy.deepcopy(everything(model, optimizer))
+    random, draws = torch.random.get_rng_state(), optimizer._snapshots
+    assert str(optimizer.diagnose())
+    diagnosis = optimizer.diagnose(Objective(model, F.cross_entropy, *make_batch()))
+    assert "of a constant prediction" in str(diagnosis)
+    after = everything(model, optimizer)
+    assert all(torch.equal(before[name], after[name]) for name in after)
+    assert model.training
+    assert optimizer._snapshots == draws
+    assert torch.equal(torch.random.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("init_steps", [0.0, 5.0])
+def test_an_average_that_forgets_its_start_is_believed(init_steps):
+    """Of w₀ = 0 nothing is left after one step, whatever β₂."""
+    optimizer = healthy(betas=(0.0, 0.9999), init_steps=init_steps)
+    assert "curvature at hess_init" not in symptoms(optimizer)
+
+
+def in_batches(size, arguments, *, network=True, rows=64, constructor=Vprop):
+    model = make_model() if network else nn.Linear(4, 3)
+    optimizer = constructor(model.parameters(), num_data=rows, **arguments)
+    for seed in range(3):
+        optimizer.step(Objective(model, F.cross_entropy, *make_batch(size=size, seed=seed)))
+    optimizer.step(Objective(model, F.cross_entropy, *make_batch(size=2)))  # the last one of an epoch is smaller
+    return next((f for f in optimizer.diagnose() if f.symptom == "too certain"), None)
+
+
+def test_squared_gradients_of_mini_batches_that_count_for_all_data():
+    finding = in_batches(16, {})
+    assert "about 4 times too large" in finding.what
+    assert "vprop.Vario(params, num_data=64, batch_size=16), find lr anew" in finding.remedy
+    assert (finding.advice.optimizer, finding.advice.change) == ("Vario", {"batch_size": 16})
+    kept = in_batches(16, {"prior_precision": 2.5, "temperature": 0.5})
+    assert "batch_size=16, prior_precision=2.5, temperature=0.5), find lr" in kept.remedy
+    assert kept.advice.change == {"batch_size": 16, "prior_precision": 2.5, "temperature": 0.5}
+    kept = in_batches(16, {"prior_precision": "auto"})
+    assert 'batch_size=16, prior_precision="auto"), find lr' in kept.remedy
+    for constructor in (Vprop, VONG):
+        one_layer = in_batches(16, {}, network=False, constructor=constructor)
+        assert (one_layer.advice.optimizer, one_layer.advice.change) == (None, {"batch_size": 16})
+        assert one_layer.remedy == "Set batch_size=16, and train from the start."
+
+
+@pytest.mark.parametrize(
+    ("size", "arguments"),
+    [
+        (64, {}),
+        (16, {"batch_size": 16}),
+        (16, {"batch_size": "objective"}),
+        (16, {"centered": True, "mc_samples": 2, "antithetic": True}),
+        (16, {"sampled_fisher": True}),
+    ],
+)
+def test_others_are_not_too_certain(size, arguments):
+    assert in_batches(size, arguments) is None
+
+
+def test_without_an_objective_the_batches_are_not_known():
+    _, optimizer = train(Vprop, num_data=1000)
+    assert "too certain" not in symptoms(optimizer)
+    _, optimizer = train(Vprop, num_data=1000, temperature=1e4)
+    (finding,) = [finding for finding in optimizer.diagnose() if finding.symptom == "noise dominates"]
+    assert "batch_size=M, temperature=10000) (M examples in a mini-batch), find lr anew" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "y", "constant"),
+    [
+        (F.cross_entropy, torch.tensor([0, 0, 2, -100]), math.log(3) - 2 / 3 * math.log(2)),
+        (F.mse_loss, torch.tensor([[1.0], [2.0], [3.0], [6.0]]), 3.5),
+        (lambda f, y: 0.5 * F.mse_loss(f.squeeze(-1), y), torch.tensor([1.0, 2.0, 3.0, 6.0]), 3.5),
+        (F.binary_cross_entropy_with_logits, torch.tensor([[0.0], [0.0], [0.0], [1.0]]), 0.5623351446),
+        (GaussianLikelihood(noise_variance=2.0), torch.tensor([[1.0], [2.0], [3.0], [6.0]]), 2.140512123),
+        (lambda f, y: (f - y).abs().mean(), torch.tensor([[1.0], [2.0], [3.0], [6.0]]), None),
+        (F.mse_loss, torch.tensor(2.0).expand(4, 3), 0.0),
+    ],
+)
+def test_the_loss_of_a_constant(loss_fn, y, constant):
+    """By hand: the entropy of the labels that count, the variance of the targets, −log N(y; ȳ, 2) in the mean."""
+    model = nn.Linear(2, 3 if y.dtype == torch.int64 or y.shape[1:] == (3,) else 1)
+    optimizer = Vprop(model.parameters(), num_data=100)
+    losses = optimizer.diagnose(Objective(model, loss_fn, torch.ones(4, 2), y)).losses
+    assert losses.constant == (constant if constant is None else pytest.approx(constant, abs=1e-5))
+
+
+def test_a_model_at_chance_level_is_named():
+    model = make_model()
+    optimizer = Vario(model.parameters(), num_data=100, batch_size=12)
+    x, y = make_batch()
+    with torch.no_grad():
+        model[2].weight.zero_()
+    objective = Objective(model, F.cross_entropy, x, y)
+    finding = optimizer.diagnose(objective)[0]
+    assert (finding.symptom, finding.group) == ("chance level", None)
+    assert str(finding).startswith("the whole model, chance level: The mean of the weights predicts no better than a")
+    assert finding.remedy.startswith("Find lr anew (vprop.lr_find), and train from the start. If that does not help")
+    optimizer.step(objective)
+    with torch.no_grad():
+        model[0].weight.fill_(math.inf)
+    assert "not finite" in {finding.symptom for finding in optimizer.diagnose(objective)}
+
+
+def test_a_loss_that_is_not_finite_is_no_better_than_a_constant():
+    model = nn.Linear(2, 1)
+    optimizer = Vprop(model.parameters(), num_data=100)
+    diagnosis = optimizer.diagnose(Objective(model, lambda f, y: f.sum() * math.nan, torch.ones(4, 2), torch.ones(4)))
+    assert diagnosis[0].symptom == "chance level"
+    assert "its loss is nan." in diagnosis[0].what
+
+
+@pytest.mark.parametrize(
+    ("objective", "error", "message"),
+    [
+        (3, TypeError, r"got 3, must be a vprop\.Objective or several"),
+        ([(1, 2)], TypeError, r"got \(1, 2\), must be a vprop\.Objective or several"),
+        ([], ValueError, r"got no objective\. Pass None"),
+    ],
+)
+def test_bad_objectives(objective, error, message):
+    optimizer = Vprop(nn.Linear(2, 1).parameters(), num_data=100)
+    with pytest.raises(error, match=message):
+        optimizer.diagnose(objective)
+
+
+def test_an_objective_without_targets():
+    model = nn.Linear(2, 3)
+    optimizer = Vprop(model.parameters(), num_data=100)
+    ignored = Objective(model, F.cross_entropy, torch.ones(4, 2), torch.full((4,), -100))
+    with pytest.raises(
+        ValueError, match=r"diagnose\(objective\): the objective has no examples, or none of its targets"
+    ):
+        optimizer.diagnose(ignored)
 
 
 def test_not_inside_a_sample():

@@ -87,6 +87,7 @@ def test_groups_keep_their_ratio_and_a_tensor_stays_the_tensor():
     seen, own = [], optimizer.param_groups[0]["lr"]
     optimizer.register_step_pre_hook(lambda *_: seen.append([float(group["lr"]) for group in optimizer.param_groups]))
     lr_find(optimizer, model, F.cross_entropy, BATCHES, steps=10, lrs=[1.0])
+    seen = [rates for rates in seen if rates[0] > 0]  # once there is a trial without steps, to compare with
     assert all(first == pytest.approx(10 * second) for first, second in seen)
     assert seen[0][0] == pytest.approx(1.0)
     assert optimizer.param_groups[0]["lr"] is own
@@ -175,3 +176,26 @@ def test_batches_that_are_no_pairs(batch):
     optimizer = Vprop((model := make_model()).parameters(), num_data=100)
     with pytest.raises(TypeError, match=r"must be a pair \(x, y\) .* but it is a (tuple of 3|Tensor)\. .*dict"):
         lr_find(optimizer, model, F.cross_entropy, [batch])
+
+
+@pytest.mark.parametrize("curvature", [1e-4, 1.0, 1e3])
+def test_the_search_goes_on_beyond_the_better_end(curvature):
+    """h stays at 1, so that the best lr is 1/curvature, within three decades of the optimizer's own, and no further."""
+    weight = nn.Linear(1, 1, bias=False)
+    x = math.sqrt(curvature)
+    batches = [(torch.full((4, 1), x), torch.full((4, 1), 3 * x))]
+    optimizer = Vprop(weight.parameters(), lr=0.1, num_data=10_000, betas=(0.0, 1 - 1e-14), mc_samples=0)
+    trials = lr_find(optimizer, weight, quadratic, batches, steps=20)
+    assert trials.lrs == sorted(trials.lrs)
+    assert {0.01, 0.03, 0.1} <= {round(lr, 6) for lr in trials.lrs}
+    nearest = min(100.0, max(1e-4, 1 / curvature))
+    assert nearest / 4 < trials.suggestion < nearest * 4
+    assert ("try values beyond it" in str(trials)) == (curvature < 1e-2)
+
+
+def test_where_nothing_is_learned_both_sides_are_searched():
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    trials = lr_find(optimizer, model, lambda f, y: 1 + 0 * f.sum(), BATCHES, steps=10)
+    wanted = [factor * 10.0**decade for decade in range(-4, 3) for factor in (1, 3)][:-1]
+    assert trials.lrs == pytest.approx(wanted)

@@ -22,10 +22,12 @@ from vprop.parallel.sharding import is_sharded
 if TYPE_CHECKING:
     from vprop.optim import VariationalOptimizer
 
-FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Times the optimizer's own lr: what is tried if nobody says."""
+FIRST, FURTHEST = (-2, 3), (-6, 6)
+"""What is tried if nobody says, in half decades from the optimizer's own lr: at first, and at most."""
+LEARNED = 0.02
+"""A trial that lowers the loss by less than this share has learned nothing: where the others are is then unknown."""
 AS_GOOD = 0.98
-"""The suggestion is the smallest lr that gained, over the slowest, this share of what the best one gained."""
+"""The suggestion is the smallest lr that lowered the loss by this share of what the best one did."""
 JUDGED = 0.2
 """The share of a trial, its end, whose mean loss is compared."""
 LARGEST = torch.finfo(torch.float32).max
@@ -75,8 +77,9 @@ def lr_find(
     Model, optimizer and random state are left as they were.
 
     Args:
-        lrs: what to try; by default 0.1 to 30 times the optimizer's own lr, in six steps. With several groups their
-            ratios are kept, and the values are those of the first.
+        lrs: what to try; by default 0.1 to 30 times the optimizer's own lr, in six steps, and further ones, up to
+            three decades away, while the best is the smallest or the largest tried. With several groups their ratios
+            are kept, and the values are those of the first.
 
     >>> import torch, vprop
     >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
@@ -92,24 +95,55 @@ def lr_find(
     own = [float(group["lr"]) for group in optimizer.param_groups]
     if not all(own):
         raise invalid("lr", own[0], "> 0 for lr_find", "Build the optimizer with its default lr.")
-    tried = [own[0] * factor for factor in FACTORS] if lrs is None else _checked(lrs)
-    losses: list[list[float]] = []
+    trials: dict[float, list[float]] = {}
     with _as_it_was(optimizer, model, loss_fn) as start_over:
         batches = list(islice(_endless(loader), steps))
-        for lr in tried:
+        start_over()
+        unmoved = _end(_trial(optimizer, model, loss_fn, batches, [0.0 for _ in own]))  # with the same noise
+        for lr in _by_half_decades(own[0], trials, unmoved) if lrs is None else _checked(lrs):
             start_over()
-            losses.append(_trial(optimizer, model, loss_fn, batches, [lr * rate / own[0] for rate in own]))
-    ends = [_end(trial) for trial in losses]
+            trials[lr] = _trial(optimizer, model, loss_fn, batches, [lr * rate / own[0] for rate in own])
+    tried = sorted(trials) if lrs is None else list(trials)
+    ends = [_end(trials[lr]) for lr in tried]
     best = min(ends)
     if not math.isfinite(best):
         raise ValueError(
             f"lr_find: the training diverged with every lr tried ({', '.join(f'{lr:.2g}' for lr in tried)}). Try "
             "smaller ones (lrs=[...]); if the loss is not finite from the start, look at the model and its data first."
         )
-    # What smaller steps than the best one did worse is the way there was to go; larger ones may have diverged.
-    slow = max(end for lr, end in zip(tried, ends, strict=True) if lr <= tried[ends.index(best)])
-    good_enough = best + (1 - AS_GOOD) * (slow - best)
-    return LrTrials(tried, ends, min(lr for lr, end in zip(tried, ends, strict=True) if end <= good_enough))
+    return LrTrials(tried, ends, _suggested(dict(zip(tried, ends, strict=True)), unmoved))
+
+
+def _suggested(ends: dict[float, float], unmoved: float) -> float:
+    """The smallest lr that did as well as the best, given what the loss would have been without a step."""
+    best = min(ends.values())
+    way = max(0.0, unmoved - best) if math.isfinite(unmoved) else 0.0
+    good_enough = best + (1 - AS_GOOD) * way
+    return min((lr for lr, end in ends.items() if end <= good_enough), default=min(ends))
+
+
+def _by_half_decades(own: float, trials: dict[float, list[float]], unmoved: float) -> Iterator[float]:
+    """What to try next, given the trials so far: to begin with around ``own``, then on beyond the better end.
+
+    ``unmoved`` is the loss that a trial without any step ends with; where it is not finite there is nothing to find.
+    """
+
+    def rate(halves: int) -> float:
+        return own * 10.0 ** (halves // 2) * (3.0 if halves % 2 else 1.0)
+
+    low, high = FIRST
+    yield from (rate(halves) for halves in range(low, high + 1))
+    while math.isfinite(unmoved):
+        ends = {lr: _end(losses) for lr, losses in trials.items()}
+        nothing_learned = not min(ends.values()) < unmoved - LEARNED * abs(unmoved)
+        if low > FURTHEST[0] and (_suggested(ends, unmoved) == rate(low) or nothing_learned):
+            low -= 1
+            yield rate(low)
+        elif high < FURTHEST[1] and (ends[rate(high)] == min(ends.values()) or nothing_learned):
+            high += 1
+            yield rate(high)
+        else:
+            return
 
 
 def _trial(

@@ -157,6 +157,7 @@ class TrainingLoops(Optimizer):
         if structure.needs_objective and not isinstance(closure, Objective):
             refusals.require_objective(type(self).__name__)
         structure.examples = closure.examples_on_all_ranks() if isinstance(closure, Objective) else None
+        structure.most_examples = max(structure.most_examples, structure.examples or 0)
         losses: list[Any] = []
         try:
             for sample in range(max(1, steps[0].samples)):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -16,7 +16,9 @@ from vprop.checks import check_model
 from vprop.curvature import CurvatureEstimator
 from vprop.help.auto_prior import take_auto
 from vprop.help.diagnosis import Diagnosis, diagnose
+from vprop.help.predictions import compare_losses, objectives_in
 from vprop.likelihood import LikelihoodLike
+from vprop.objective import Objective
 from vprop.optim import checkpoints
 from vprop.optim._arguments import (
     check_estimator,
@@ -231,13 +233,22 @@ class VariationalOptimizer(TrainingLoops):
 
     @torch.no_grad()
     @at_the_mean
-    def diagnose(self) -> Diagnosis:
+    def diagnose(self, objective: Objective | Iterable[Objective] | None = None) -> Diagnosis:
         """What looks wrong with the posterior, in words, each with the argument to change; ``print`` it.
 
-        Best asked when some hundred steps have been made. It reads the state and changes nothing.
+        Best asked when some hundred steps have been made. It reads the state and changes nothing. With ``objective``,
+        an :class:`vprop.Objective` or several of them over training or held-out data, it also compares the loss at the
+        mean of the weights, that of samples, and that of a constant prediction; without data it cannot see that a
+        model predicts no better than chance.
         """
         steps = [self._steps_made(group) for group in self.param_groups]
-        return diagnose(self.param_groups, steps, self._marginals(), self._structure.clipped)
+        losses = None
+        if objectives := objectives_in(objective):
+            # What is not finite has no posterior, and is found below.
+            with suppress(FloatingPointError), self._as_groups_are_now():
+                losses = compare_losses(self._structure.posterior(objectives[0].model, seed=0, snapshot=0), objectives)
+        examples = self._structure.most_examples or None
+        return diagnose(self.param_groups, steps, self._marginals(), self._structure.clipped, examples, losses)
 
     def _steps_made(self, group: dict[str, Any]) -> int:
         """How many steps the group has made: those of its busiest parameter."""

@@ -116,6 +116,8 @@ class Structure(ABC):
         """Whether a prior precision is to be changed after steps."""
         self.examples: int | None = None
         """How many examples the objective of this step has, on all ranks."""
+        self.most_examples = 0
+        """The most that the objective of a step had: the last of an epoch may have fewer. 0 if none was seen."""
         self._ranks_checked = False
 
     def take_over(self, former: Structure) -> None:
