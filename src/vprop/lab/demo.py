@@ -37,7 +37,7 @@ def run(out: Path, *, quick: bool = False) -> dict[str, Any]:
     with Progress(*columns, console=console) as progress:
         result = {
             "environment": environment(),
-            "regression": regression(progress, steps=20 if quick else 2000),
+            "regression": regression(progress, steps=50 if quick else 2000),
             "digits": digits(progress, epochs=1 if quick else 40, splits=1 if quick else 5),
         }
     write_text(out / "demo.json", json.dumps(result, indent=1))
@@ -65,8 +65,9 @@ def regression(progress: Progress, steps: int, networks: int = 5) -> dict[str, A
     grid, samples = torch.linspace(-3, 3, 241)[:, None], []
     for number in range(networks):
         model = _build(lambda: _mlp(1, 32, 32, 32, 1), seed=number)
-        facts = {"num_data": len(x), "batch_size": len(x)}
-        optimizer = Vario(model.parameters(), lr=0.01, **facts, noise_limit=math.inf, seed=number)
+        optimizer = Vario(
+            model.parameters(), lr=0.01, num_data=50, batch_size=50, noise_limit=float("inf"), seed=number
+        )
         scheduler = _schedule(optimizer, 0.01, steps)
         for _ in progress.track(range(steps), description=f"Regression, network {number + 1} of {networks}"):
             optimizer.step(Objective(model, _gaussian_nll, x, y))
