@@ -97,7 +97,7 @@ class Task:
 
 TASKS = {
     "fashion-10k": Task(lambda: cnn(norm=True), 10_000, 5, 64),
-    "fashion-2k": Task(lambda: cnn(norm=True), 2_000, 30, 64),
+    "fashion-2k": Task(lambda: cnn(norm=True), 2_000, 30, 64, methods=("adamw", "vario", "vario-prior-10")),
     "fashion-10k-no-norm": Task(lambda: cnn(norm=False), 10_000, 5, 64),
     "fashion-2k-no-norm": Task(lambda: cnn(norm=False), 2_000, 30, 64),
     "resnet20": Task(
@@ -137,6 +137,11 @@ METHODS = {
         f"vprop-floor-{floor}": Method(functools.partial(floored, floor), (0.5 * floor, floor, 2.0 * floor), floor)
         for floor in (1, 2)
     },
+    "vario-prior-10": Method(
+        lambda params, lr, **facts: vprop.Vario(params, lr=lr, prior_precision=10.0, **facts),
+        (1e-3, 2e-3, 3e-3, 6e-3),
+        3e-3,
+    ),
     "vario": Method(lambda params, lr, **facts: vprop.Vario(params, lr=lr, **facts), (1e-3, 2e-3, 3e-3, 6e-3), 3e-3),
 }
 
