@@ -307,6 +307,8 @@ def main() -> None:
         print(f"{row['task']:20} {row['method']:10} lr {row['lr']:<7g} {numbers}")
     if arguments.json:
         command = "python benchmarks/networks.py --tasks " + " ".join(arguments.tasks)
+        command += " --usual-only" if arguments.usual_only else ""
+        command += "" if arguments.device == "cpu" else f" --device {arguments.device}"
         result = {"command": command, "environment": environment(), "rows": rows, "tuning": tried}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

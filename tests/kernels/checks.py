@@ -301,6 +301,7 @@ def _after_update(kernels, problem, i, step, mean, mean_error, expected):
     if step.rule != Rule.VADAM:
         options["floor"], options["start_weight"] = problem.floor(i), step.start_weight
         options["gradient_scale"] = step.gradient_scale if step.rule in ROOT_RULES else None
+        options["ess"] = step.noise.ess
     arguments = {
         "step": count, "lr": float(step.lr), "betas": step.betas, "damping": damping, "prior_mean": prior_mean,
         **options,
@@ -331,9 +332,11 @@ def _after_update(kernels, problem, i, step, mean, mean_error, expected):
         bottom, bottom_error = inside + damping, moved.square() / (inside + moved + 1e-30)
     elif step.rule in ROOT_RULES:
         pull = damping * (mean - prior_mean)
-        inside = ((new.hess / step.gradient_scale).clamp_min(0) + pull.square()).sqrt()
+        new_variance = diagonal.variance(new.hess, step.noise.ess, damping, problem.floor(i))
+        inside = ((new.hess / step.gradient_scale).clamp_min(0) + pull.square() + damping**2 * new_variance).sqrt()
         pull_error = EPS * damping * (mean.abs() + prior_mean.abs()) + damping * mean_error
-        moved = (hess_error / step.gradient_scale + 2 * pull.abs() * pull_error).sqrt()
+        variance_error = new_variance * (EPS + hess_error / (new.hess + damping).clamp_min(1e-3 * damping))
+        moved = (hess_error / step.gradient_scale + 2 * pull.abs() * pull_error + damping**2 * variance_error).sqrt()
         bottom, bottom_error = inside + 1e-8, moved.square() / (inside + moved + 1e-30)
     else:
         bottom, bottom_error = (new.hess + damping).clamp_min(problem.floor(i)), hess_error

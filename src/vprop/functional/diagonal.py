@@ -17,8 +17,9 @@ Three things can be asked for beyond that. A ``floor`` f bounds σ: the precisio
 step alike. The average can forget its start: with ``start_weight`` w₀ < 1 its new part has the weight
 (1−β₂)/(1−(1−w₀)β₂ᵗ), which is 1 in the first step of an average that knows nothing (w₀ = 0: Adam's debiased one) and
 1−β₂ throughout with w₀ = 1. And with ``gradient_scale`` M the step divides as Adam does, by the size of what it steps
-along: √(h/M + (δ(μ−m₀))²), for h is the mean square of one example's gradient, and h/M that of a mini-batch's. Without
-the prior's part the pull on a weight whose gradient vanishes would be divided by nothing.
+along: √(h/M + δ²((μ−m₀)²+σ²)). h is the mean square of one example's gradient, and h/M that of a mini-batch's; the rest
+is the mean square under q of the prior's, without which the pull on a weight whose gradient vanishes would be divided
+by nothing.
 """
 
 from __future__ import annotations
@@ -89,13 +90,14 @@ def natural_gradient_step(
     floor: Scalar = 0.0,
     start_weight: float = 1.0,
     gradient_scale: float | None = None,
+    ess: float = math.inf,
     riemannian: bool = False,
 ) -> Step:
     """One step from ĝ (``grad``) and ĥ (``hess_estimate``), the averages over this step's samples.
 
-    ``step`` counts from 1. ``momentum`` is ``None`` when β₁ = 0. An element that would
-    become NaN or infinite keeps its mean, curvature and momentum: one bad gradient must not ruin the posterior, nor
-    (h = ∞) silently freeze a weight for ever.
+    ``ess`` is needed with ``gradient_scale`` only. ``step`` counts from 1. ``momentum`` is ``None`` when β₁ = 0. An
+    element that would become NaN or infinite keeps its mean, curvature and momentum: one bad gradient must not ruin the
+    posterior, nor (h = ∞) silently freeze a weight for ever.
     """
     beta1, beta2 = betas
     if riemannian:
@@ -112,7 +114,8 @@ def natural_gradient_step(
     if gradient_scale is None:
         divisor = _not_below(new_hess + damping, floor)
     else:
-        divisor = ((new_hess / gradient_scale).clamp_min(0) + pull.square()).sqrt() + SMALLEST_SIZE
+        prior_square = pull.square() + damping * damping * variance(new_hess, ess, damping, floor)
+        divisor = ((new_hess / gradient_scale).clamp_min(0) + prior_square).sqrt() + SMALLEST_SIZE
     direction = (debiased + pull) / divisor
     return _bounded_step(mean, hess, momentum, grad, new_hess, new_momentum, direction, lr, clip_radius)
 
@@ -133,12 +136,13 @@ def vadam_step(
     floor: Scalar = 0.0,
     start_weight: float = 1.0,
     gradient_scale: float | None = None,
+    ess: float = math.inf,
 ) -> Step:
     """Vadam's step: Adam's, with the prior's pull inside the momentum average.
 
     m ← β₁m + (1−β₁)(ĝ + δ(μ−m₀)), h ← β₂h + (1−β₂)ĥ, μ ← μ − lr·m̂/(√ĥ + δ), where hats over averages are their
     debiased values m/(1−β₁ᵗ) and h/(1−β₂ᵗ). Arguments are those of :func:`natural_gradient_step`, of which the last
-    three have no meaning here.
+    four have no meaning here.
     """
     beta1, beta2 = betas
     new_hess = _clamped_average(hess, hess_estimate, 1 - beta2)

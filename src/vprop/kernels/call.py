@@ -36,7 +36,7 @@ class Rule(enum.IntEnum):
     """the natural-gradient step with the term that keeps h+δ positive"""
     VADAM = 2
     CLAMPED_ROOT = 3
-    """the first, divided as Adam does: by √(h/M + (δ(μ−m₀))²)"""
+    """the first, divided as Adam does: by √(h/M + δ²((μ−m₀)²+σ²))"""
     RIEMANNIAN_ROOT = 4
     """the second, likewise"""
 

@@ -430,8 +430,11 @@ INLINE void update_as(
         if (rule == VADAM)
             direction = averaged / (root(new_hess * u.debias_hess) + damping);
         else if (rule == CLAMPED_ROOT || rule == RIEMANNIAN_ROOT)
-            direction = (averaged + pull) / (root(most_of(all(0), new_hess * u.inverse_gradient_scale) + pull * pull)
-                                             + (float)SMALLEST_SIZE);
+        {
+            vf prior_square = pull * pull + damping * damping / precision_of(width, prior_precision, new_hess, damping);
+            vf square = most_of(all(0), new_hess * u.inverse_gradient_scale) + prior_square;
+            direction = (averaged + pull) / (root(square) + (float)SMALLEST_SIZE);
+        }
         else
             direction = (averaged + pull) / most_of(all(width->floor), new_hess + damping);
         unsigned clipped = bits_greater(most_of(direction, -direction), all(u.clip_radius)) & live;

@@ -347,7 +347,8 @@ def _step(
         squared_size = new_hess * inverse_gradient_scale
         squared_size = tl.where(squared_size < 0.0, 0.0, squared_size)
         pull = damping * distance
-        direction = (averaged + pull) / (tl.sqrt(squared_size + pull * pull) + _SMALLEST_SIZE)
+        prior_square = pull * pull + damping * damping / _precision(new_hess, ess, damping, floor)
+        direction = (averaged + pull) / (tl.sqrt(squared_size + prior_square) + _SMALLEST_SIZE)
     else:
         # x/y as x·(1/√y)², for y > 0: a third of the instructions of a division, and as exact to a unit or two.
         bounded = new_hess + damping

@@ -31,7 +31,7 @@ class Vario(VariationalOptimizer):
         θₖ = μ + σ·εₖ,  εₖ ~ N(0, I)                            k = 1…K, K = ``mc_samples``
         h  ← h + wₜ·(M·mean over k of ∇ℓ(θₖ)² − h)               M = ``batch_size``, wₜ = (1−β₂)/(1−β₂ᵗ)
         m  ← β₁·m + (1−β₁)·mean over k of ∇ℓ(θₖ),  m̂ = m/(1−β₁ᵗ)
-        μ  ← μ − lr·(m̂ + δ(μ−m₀))/√(h/M + (δ(μ−m₀))²)           √(h/M) is the size of a mini-batch's gradient
+        μ  ← μ − lr·(m̂ + δ(μ−m₀))/√(h/M + δ²((μ−m₀)²+σ²))       √(h/M) is the size of a mini-batch's gradient
 
     in the notation of :class:`vprop.Vprop`, whose arguments it shares; it is ``Vprop`` with other defaults, which are
     chosen so that ``lr`` is all that is left to choose:

@@ -368,7 +368,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
 
     def _take_noise(self) -> None:
         noises = self._noises()
-        variances = torch.tensor([noise.variance for noise in noises], dtype=torch.float64)
+        variances = torch.tensor([noise.variance for noise in noises], dtype=torch.float64, device="cpu")
         std = variances.sqrt().numpy() * self._targets.scale
         dof = np.array([noise.dof for noise in noises])
         self.noise_std_ = float(std[0]) if self._one_dimensional else std

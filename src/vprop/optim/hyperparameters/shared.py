@@ -171,7 +171,7 @@ class Preconditioner(TypedDict, total=False):
         str,
         Hyperparameter(
             '``"precision"``: the natural-gradient step, which divides by h+δ; or ``"root"``: a step of Adam\'s kind, '
-            "which divides by the size of the gradient, √(h/M + (δ(μ−m₀))²), with ``lr`` as for Adam. Needs "
+            "which divides by the size of the gradient, √(h/M + δ²((μ−m₀)²+σ²)), with ``lr`` as for Adam. Needs "
             "``batch_size``. The posterior's precision stays what it is.",
             "precision",
             checks.one_of(
