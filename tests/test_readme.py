@@ -68,3 +68,22 @@ def test_the_figures_in_the_readme_are_those_of_the_committed_run():
         values = re.search(rf"^\| {row} \| ([\d.]+) \| ([\d.]+) \|", README, flags=re.M)
         assert values is not None, row
         assert values.groups() == tuple(f"{methods[name][key]:.3f}" for name in ("Adam", "Vario")), row
+
+
+def test_the_figures_of_networks_are_those_of_the_committed_runs():
+    import json
+
+    rows = [
+        row
+        for file in ("networks-fashion", "networks-fashion-h200", "networks-resnet20")
+        for row in json.loads((Path(__file__).parents[1] / f"benchmarks/results/{file}.json").read_text())["rows"]
+    ]
+    measured = {
+        tuple(f"{row[f'{kind}_{score}'][0]:.4f}" for score in ("accuracy", "nll", "ece"))
+        for row in rows
+        for kind in ("mean", "posterior")
+        if f"{kind}_nll" in row
+    }
+    shown = re.findall(r"^\| .* \| (0\.\d{4}) \| (0\.\d{4}) \| (0\.\d{4}) \|$", README, flags=re.M)
+    assert len(shown) == 8
+    assert set(shown) <= measured

@@ -228,7 +228,7 @@ def test_a_weight_without_gradient_is_pulled_gently():
         optimizer.step()
         found.append(float(p[1].detach()))
     steps = [before - after for before, after in itertools.pairwise(found)]
-    assert 0 <= min(steps)
+    assert min(steps) >= 0
     assert max(steps) <= 0.01001
     assert found[60] < 0.5
     assert found[-1] < 1e-3
