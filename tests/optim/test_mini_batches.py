@@ -350,3 +350,22 @@ class TestFloors:
             weight = optimizer.posterior(model).variance["0.weight"]
             bounded = bool((weight.sqrt() <= 0.051 * model[0].weight.detach().square().mean().sqrt()).all())
             assert bounded == math.isfinite(limit)
+
+    @pytest.mark.parametrize("fused", [None, False])
+    def test_without_samples_the_size_follows_too(self, fused):
+        """Weights that start at zero would keep the least size, and the least noise, for ever."""
+        p = nn.Parameter(torch.zeros(6))
+        optimizer = vprop.Vario([p], lr=0.1, num_data=200, batch_size=8, mc_samples=0, fused=fused)
+        for _ in range(33):
+            optimizer.zero_grad()
+            (p - 2.0).square().mean().backward()
+            optimizer.step()
+        assert float(optimizer.state[p]["size"]) > 1
+
+    def test_sizes_stay_where_they_are_when_the_kernels_tables_are_made_anew(self):
+        """A CUDA graph goes on writing there."""
+        model, optimizer = self.trained(noise_limit=0.1)
+        addresses = [optimizer.state[p]["size"].data_ptr() for p in model.parameters()]
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999)  # which makes a momentum
+        closure_step(optimizer, model, [make_batch()])
+        assert [optimizer.state[p]["size"].data_ptr() for p in model.parameters()] == addresses
