@@ -13,7 +13,7 @@ from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot
 from vprop.likelihood.kinds import likelihood_module_of
 from vprop.likelihood.terms import LossWatch
 from vprop.replica import Replica
-from vprop.wrappers import data_parallel_group, unwrapped
+from vprop.wrappers import data_parallel_group, has_fsdp, unwrapped
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -117,6 +117,8 @@ class Objective:
         except TypeError:
             return None
         group = self.process_group
+        if group is None and has_fsdp(self.model):  # which does not say over how many ranks it averages
+            return None
         return examples if group is None else examples * torch.distributed.get_world_size(group)
 
 

@@ -54,11 +54,15 @@ def _refuse_inner(model: nn.Module) -> None:
         )
 
 
+def has_fsdp(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to the model or to a part of it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
 def refuse_sharded(model: nn.Module, what: str) -> None:
     """Refuse to run ``model`` with other weights where its own are spread over ranks: it would not look at them."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
-    if sharded or any(is_sharded(p) for p in model.parameters()):
+    if has_fsdp(model) or any(is_sharded(p) for p in model.parameters()):
         raise RuntimeError(
             f"{what} of a model whose parameters are spread over ranks (FSDP, tensor parallel) is not possible: such a "
             "model runs with its own weights only. Draw on all ranks with "

@@ -47,6 +47,9 @@ MORE_SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "CVI": ({"mc_samples": 2}, {"mc_samples": 1}),
     "VONG": ({"mc_samples": 2}, {"mc_samples": 1}),
     "VON": ({"mc_samples": 2}, {"mc_samples": 1}),
+    # Two ranks of 12 rows are a batch of 24.
+    "Vprop on mini-batches": ({"mc_samples": 2, "batch_size": 12}, {"mc_samples": 1, "batch_size": 24}),
+    "VONG on mini-batches": ({"mc_samples": 2, "batch_size": 12}, {"mc_samples": 1, "batch_size": 24}),
 }
 
 

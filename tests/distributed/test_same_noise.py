@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import vprop
 from tests.distributed.runs import assert_differs, assert_equal, go_on, run, start
@@ -123,3 +126,41 @@ def test_centred_kernels_do_the_same(ranks) -> None:
     alone = run(None, "Vprop", arguments, "closure", torch.float32)
     for together in ranks(2)(run, "fsdp", "Vprop", arguments, "closure", torch.float32):
         assert_equal(together, alone, rtol=2e-5, atol=2e-6)
+
+
+def sizes_of_a_spread_model(mc_samples: int) -> list[tuple[float, float]]:
+    """What a noise limit takes for the size of each parameter, and what it is."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8), nn.Linear(8, 3)))
+    for i, p in enumerate(model.parameters()):
+        nn.init.constant_(p, float(i + 1))
+    optimizer = vprop.Vario(model.parameters(), lr=0.0, num_data=100, batch_size=8, mc_samples=mc_samples)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return [(float(optimizer.state[p]["size"]), float(i + 1)) for i, p in enumerate(model.parameters())]
+
+
+@pytest.mark.parametrize("mc_samples", [0, 1])
+def test_sizes_are_not_mixed_up_where_a_kernel_takes_a_part_on_one_rank_only(ranks, mc_samples) -> None:
+    """Of six biases three lie on the second rank, inside a quad, which kernels leave to the portable path."""
+    for sizes in ranks(2)(sizes_of_a_spread_model, mc_samples):
+        for size, expected in sizes:
+            assert size == pytest.approx(expected, rel=1e-5)
+
+
+def objective_on_a_spread_model() -> None:
+    model = fully_shard(nn.Linear(4, 3))
+    optimizer = vprop.Vario(model.parameters(), num_data=100, batch_size="objective")
+    optimizer.step(vprop.Objective(model, F.cross_entropy, torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)))
+
+
+def test_an_objective_does_not_guess_over_how_many_ranks_fsdp_averages(ranks) -> None:
+    for error in ranks(2).errors(objective_on_a_spread_model):
+        assert error is not None
+        assert "give batch_size as a number" in error[1]

@@ -161,6 +161,63 @@ def test_without_an_objective_nobody_knows():
         closure_step(optimizer, model, [make_batch()])
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_what_is_not_known_is_refused_before_the_step_is_counted(fused):
+    model = make_model()
+    optimizer = vprop.Vario(model.parameters(), num_data=200, batch_size="objective", fused=fused)
+    before = [p.detach().clone() for p in model.parameters()]
+    calls = []
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = model(make_batch()[0]).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(ValueError, match="batch_size"):
+        optimizer.step(closure)
+    assert not calls
+    with optimizer.sampled_params():
+        model(make_batch()[0]).square().mean().backward()
+    with pytest.raises(ValueError, match="batch_size"):
+        optimizer.step()
+    for p, mean in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), mean)
+        assert int(optimizer.state[p]["step"]) == 0
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_whole_number_set_later_counts_as_one_from_the_start(fused):
+    """Schedules of the batch size write into the group, and whole numbers."""
+    runs = []
+    for first, then in ((8, None), (4, 8)):
+        model = make_model()
+        optimizer = vprop.Vprop(model.parameters(), lr=0.05, num_data=200, batch_size=first, fused=fused)
+        if then is not None:
+            optimizer.param_groups[0]["batch_size"] = then
+        for step in range(3):
+            closure_step(optimizer, model, [make_batch(8, seed=step)])
+        runs.append((model, optimizer))
+    assert_same_run(*runs, rtol=0, atol=0)
+
+
+def test_what_a_group_was_edited_into_is_checked():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = vprop.Vario([p], num_data=200, batch_size=8, mc_samples=0)
+    p.sum().backward()
+    for wrong in (None, 0, "all"):
+        optimizer.param_groups[0]["batch_size"] = wrong
+        with pytest.raises(ValueError, match="batch_size"):
+            optimizer.step()
+
+
+def test_one_covariance_has_one_batch_size():
+    groups = [{"params": [nn.Parameter(torch.zeros(2))], "batch_size": size} for size in (8, 80)]
+    with pytest.raises(ValueError, match="batch_size"):
+        vprop.VONG(groups, num_data=200)
+
+
 def test_full_covariance_counts_the_same():
     """VONG's matrix has the same diagonal as what Vprop finds, at the first step and without noise."""
     diagonals = []
@@ -300,3 +357,22 @@ class TestFloors:
             weight = optimizer.posterior(model).variance["0.weight"]
             bounded = bool((weight.sqrt() <= 0.051 * model[0].weight.detach().square().mean().sqrt()).all())
             assert bounded == math.isfinite(limit)
+
+    @pytest.mark.parametrize("fused", [None, False])
+    def test_without_samples_the_size_follows_too(self, fused):
+        """Weights that start at zero would keep the least size, and the least noise, for ever."""
+        p = nn.Parameter(torch.zeros(6))
+        optimizer = vprop.Vario([p], lr=0.1, num_data=200, batch_size=8, mc_samples=0, fused=fused)
+        for _ in range(33):
+            optimizer.zero_grad()
+            (p - 2.0).square().mean().backward()
+            optimizer.step()
+        assert float(optimizer.state[p]["size"]) > 1
+
+    def test_sizes_stay_where_they_are_when_the_kernels_tables_are_made_anew(self):
+        """A CUDA graph goes on writing there."""
+        model, optimizer = self.trained(noise_limit=0.1)
+        addresses = [optimizer.state[p]["size"].data_ptr() for p in model.parameters()]
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999)  # which makes a momentum
+        closure_step(optimizer, model, [make_batch()])
+        assert [optimizer.state[p]["size"].data_ptr() for p in model.parameters()] == addresses

@@ -244,14 +244,23 @@ class Structure(ABC):
         if self.examples is None:
             raise ValueError(
                 'batch_size="objective" needs step(vprop.Objective(...)), which knows its batch. With other closures '
-                "and loops, give batch_size as a number."
+                "and loops, with targets that do not say how many they are, and with FSDP, give batch_size as a number."
             )
         return self.examples
 
     def factor_of(self, step: GroupStep) -> float:
-        """What an estimator multiplies by: N/τ, or M."""
+        """What an estimator multiplies by: N/τ, or M of the gradients that it sees."""
         size = self.batch_size_of(step) if step.estimator.counts_examples else None
-        return step.ess if size is None else size
+        if size is None:
+            return step.ess
+        # With noise of its own a rank squares its own gradient, a mean over its part of the examples.
+        return size / rank_and_count()[1] if step.own_noise else size
+
+    def require_batch_sizes(self) -> None:
+        """Refuse a step that needs to know M and cannot, before anything has changed."""
+        for step in self.groups:
+            if step.estimator.counts_examples or step.divides_by_root:
+                self.batch_size_of(step)
 
     # -- parts of samples, steps and posteriors ----------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from vprop.kernels.table import Role
 from vprop.noise import Stream
 from vprop.parallel.sharding import full_tensor
 from vprop.posterior import DiagonalPosterior
-from vprop.structures import written
+from vprop.structures import floors, written
 from vprop.structures.base import MEAN, Structure, TensorSpec
 from vprop.structures.fused import Job, curvature_in_kernel
 from vprop.structures.members import (
@@ -118,6 +118,7 @@ class Diagonal(PortableDiagonal):
         """Which noise goes where."""
         if evaluation_draw is not None:
             return self._evaluation_plan(sample, evaluation_draw)
+        self._look_at_spread_sizes(now_and_then=True)
         packs, others = self._refreshed_packs()
         packed = []
         for pack in packs:
@@ -125,7 +126,7 @@ class Diagonal(PortableDiagonal):
             if pack.sizes is not None:
                 pack.look_at_sizes()
             if pack.is_captured():
-                self._captured.append(pack.table)
+                self._captured.append((pack.table, pack.sizes))
             packed.append(PackedSample(pack, noise_of(pack.step, sample, Stream.TRAINING), pack.table))
         return DiagonalPlan(packed, [self._written(member, sample, None) for member in others] if others else [])
 
@@ -133,6 +134,7 @@ class Diagonal(PortableDiagonal):
         # Evaluation must leave no trace, so where there is no state yet it looks at one that it does not keep.
         if not all(self.state.get(member.p) for member in self.members):
             return DiagonalPlan([], [self._written(member, sample, evaluation_draw) for member in self.members])
+        self._look_at_spread_sizes(now_and_then=False)
         packs, others = self._refreshed_packs()
         packed = [
             PackedSample(pack, noise_of(pack.step, 0, Stream.EVALUATION), pack.table.at_step(evaluation_draw))
@@ -153,7 +155,10 @@ class Diagonal(PortableDiagonal):
 
     def fold(self, sample: int | None, folded_samples: int) -> None:
         """Fold the gradients that no kernel reads itself."""
-        packs, others = self._refreshed_packs()
+        if self.groups[0].samples == 0:
+            packs, others = self._look_without_sample()
+        else:
+            packs, others = self._refreshed_packs()
         folding = list(others)
         for pack in packs:
             if pack.direct is None:
@@ -165,6 +170,20 @@ class Diagonal(PortableDiagonal):
                         self._partners[member.p] = gradient_of(member, copy=True)
         if folding:
             self._fold_members(folding, sample, folded_samples)
+
+    def _look_without_sample(self) -> tuple[list[Pack], list[Member]]:
+        """The same as :meth:`_refreshed_packs`, after the looks at sizes that :meth:`plan` would have made."""
+        self._look_at_spread_sizes(now_and_then=True)
+        packs, others = self._refreshed_packs()
+        for pack in packs:
+            if pack.sizes is not None:
+                pack.look_at_sizes()
+                if pack.is_captured():
+                    self._captured.append((pack.table, pack.sizes))
+        for member in others:
+            if floors.is_relative(member.step) and member.local is member.p:
+                self._look_at_size(member)
+        return packs, others
 
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""

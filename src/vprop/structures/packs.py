@@ -84,7 +84,7 @@ class Pack:
         for member, state in zip(self.members, self.states, strict=True):
             if "size" not in state:
                 state["size"] = floors.size_of(member.p)
-        self.sizes = torch.stack([state["size"] for state in self.states])
+        self.sizes = _as_one([state["size"] for state in self.states])
         for state, size in zip(self.states, self.sizes.unbind(), strict=True):
             state["size"] = size
         self._getters.append(itemgetter("size"))
@@ -103,8 +103,9 @@ class Pack:
         due = self.counts % floors.STEPS_BETWEEN_LOOKS == 0
         if not self.step.capturable and not bool(due.any()):
             return
-        now = torch.stack([floors.size_of(p) for p in self.owners])
-        self.sizes.copy_(torch.where(due.to(now.device), now, self.sizes))
+        if not self.is_sharded:  # else they are up to date: all ranks look at them in the same order
+            now = torch.stack([floors.size_of(p) for p in self.owners])
+            self.sizes.copy_(torch.where(due.to(now.device), now, self.sizes))
         self.take_floors()
 
     def _current_addresses(self) -> list[list[Any]]:
@@ -265,14 +266,15 @@ def _same_place(one: Member, two: Member) -> bool:
     return one.local is two.local and one.number == two.number and one.position == two.position
 
 
-def _as_one(counts: list[Tensor]) -> Tensor:
-    """The counts as one tensor; if they are views of one, that one, because a CUDA graph may count there."""
-    first = counts[0]
-    if all(count.data_ptr() == first.data_ptr() + 8 * i for i, count in enumerate(counts)):
-        room = first.untyped_storage().nbytes() // 8 - first.storage_offset()
-        if room >= len(counts):
-            return first.as_strided((len(counts),), (1,))
-    return torch.stack(counts)
+def _as_one(numbers: list[Tensor]) -> Tensor:
+    """The numbers as one tensor; if they are views of one, that one, because a CUDA graph may write there."""
+    first = numbers[0]
+    width = first.element_size()
+    if all(number.data_ptr() == first.data_ptr() + width * i for i, number in enumerate(numbers)):
+        room = first.untyped_storage().nbytes() // width - first.storage_offset()
+        if room >= len(numbers):
+            return first.as_strided((len(numbers),), (1,))
+    return torch.stack(numbers)
 
 
 def _corner(tensor: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class PortableDiagonal(Structure):
 
     def _written(self, member: Member, sample: int, evaluation_draw: int | None) -> Written:
         state = local_state(self.state_of(member) if evaluation_draw is None else self.peek_state(member))
-        if evaluation_draw is None and floors.is_relative(member.step):
+        if evaluation_draw is None and floors.is_relative(member.step) and member.local is member.p:
             self._look_at_size(member)
         mean = None
         if "mean" in state:
@@ -100,6 +100,19 @@ class PortableDiagonal(Structure):
         if size is None and floors.is_relative(member.step):  # asked for since the last step
             size = floors.size_of(member.p)
         return state["hess"], member.ess, to_local(member.damping), floors.floor_of(member.step, size)
+
+    def _look_at_spread_sizes(self, now_and_then: bool) -> None:
+        """Bring the sizes of parameters that are spread over ranks up to date, or only see that they are there.
+
+        In the order of the members: every look adds up over the ranks, which must ask for the same parameter at the
+        same time, though some may leave it to a kernel and others not.
+        """
+        for step in self.groups:
+            if not floors.is_relative(step):
+                continue
+            for member in step.members:
+                if member.local is not member.p and (now_and_then or "size" not in self.state_of(member)):
+                    self._look_at_size(member)
 
     def _look_at_size(self, member: Member) -> None:
         """Bring the size of the weights, which hold the mean, up to date now and then."""

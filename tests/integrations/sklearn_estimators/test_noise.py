@@ -270,3 +270,14 @@ def test_a_level_is_a_probability(level):
     model = BayesianMLPRegressor(**SMALL | {"max_iter": 1}).fit(*wave(20, seed=0))
     with pytest.raises(ValueError, match=r"Invalid level=.*: must be a number between 0 and 1"):
         model.interval(np.zeros((1, 5)), level=level)
+
+
+def test_partial_fit_counts_the_examples_of_each_calls_batches():
+    """The first rows may be few, and their number must not scale the curvature of later mini-batches."""
+    X, y = wave(200, seed=0)
+    model = BayesianMLPRegressor(**SMALL).partial_fit(X[:10], y[:10])
+    sizes = [model._learner.optimizer.param_groups[0]["batch_size"]]
+    for weight in (1.0, 2.0):
+        model.partial_fit(X[10:], y[10:], sample_weight=np.full(190, weight))
+        sizes.append(model._learner.optimizer.param_groups[0]["batch_size"])
+    assert sizes == pytest.approx([10, 64, 128])

@@ -185,6 +185,8 @@ class BayesianMLP(SampledEstimator):
             self._learner = self._new_learner(outputs, rows)
         self._seen += rows.count
         self._learner.set(num_data=self._seen)
+        if self.optimizer == "vario":
+            self._learner.set(batch_size=self._examples_in_a_batch(rows))
         step_size = STREAMING_SHARE * self._learning_rate()
         loss = self._learner.run(rows, self._batch_size(len(rows)), self._shuffle, lambda: step_size)
         self.loss_curve_.append(loss)
@@ -232,11 +234,13 @@ class BayesianMLP(SampledEstimator):
         if self.optimizer == "ivon":
             return IVON(network.parameters(), mc_samples=2, antithetic=True, **arguments)
         if self.optimizer == "vario":
-            # A row of weight k stands for k examples, in a mini-batch as in all the data.
-            examples = min(self._batch_size(len(rows)), len(rows)) * rows.count / len(rows)
-            limit = self.weight_noise_limit
-            return Vario(network.parameters(), batch_size=max(1.0, examples), noise_limit=limit, **arguments)
+            examples, limit = self._examples_in_a_batch(rows), self.weight_noise_limit
+            return Vario(network.parameters(), batch_size=examples, noise_limit=limit, **arguments)
         return Vprop(network.parameters(), **arguments)
+
+    def _examples_in_a_batch(self, rows: Rows) -> float:
+        """M: a row of weight k stands for k examples, in a mini-batch as in all the data."""
+        return max(1.0, min(self._batch_size(len(rows)), len(rows)) * rows.count / len(rows))
 
     def _check_arguments(self) -> None:
         check_network(self, tuple(ACTIVATIONS), self._optimizers, self._decides)

@@ -165,9 +165,13 @@ def enough_samples(name: str, group: dict[str, Any]) -> None:
 
 
 def check_samples(group: dict[str, Any]) -> None:
-    """Check the number of samples alone: groups can be edited at any time."""
+    """Check how many samples and examples there are, and nothing else: groups can be edited at any time."""
     sample_count("mc_samples", group)
     enough_samples("mc_samples", group)
+    if "batch_size" in group:  # not every method has it
+        batch_size("batch_size", group)
+    if "preconditioner" in group:
+        root_of_known_batches("preconditioner", group)
 
 
 def fisher_or_centered(name: str, group: dict[str, Any]) -> None:

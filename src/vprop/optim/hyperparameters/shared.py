@@ -150,6 +150,7 @@ class MiniBatches(TypedDict, total=False):
             "step.",
             None,
             checks.batch_size,
+            shared_by_groups=True,
         ),
     ]
     init_steps: Annotated[
