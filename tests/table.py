@@ -213,7 +213,7 @@ TABLE = [
             "1": {},
             "2-antithetic": {"mc_samples": 2, "antithetic": True, "betas": (0.9, 0.99), "clip_radius": 0.3},
             "3-rescaled": {"mc_samples": 3, "betas": (0.0, 0.9), "rescale_lr": True, "hess_init": 0.1},
-            "1-root": {"preconditioner": "root", "batch_size": 12, "noise_limit": 0.3, "init_steps": 2},
+            "1-root": {"preconditioner": "root", "batch_size": 12, "noise_limit": 0.3},
         },
         bad_arguments=[
             (
@@ -222,6 +222,10 @@ TABLE = [
             ),
             ({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for IVON"),
             ({"rescale_lr": "yes"}, r"Invalid rescale_lr='yes': must be True or False"),
+            (
+                {"init_steps": 0},
+                r"Invalid init_steps=0: must be None with IVON's riemannian average\. Choose hess_init",
+            ),
         ],
     ),
     OptimizerInfo(
@@ -250,6 +254,10 @@ TABLE = [
             ),
             ({"curvature": "price", "mc_samples": 0}, r"Invalid mc_samples=0: must be >= 1 for MeanField"),
             ({"riemannian": 1}, r"Invalid riemannian=1: must be True or False"),
+            (
+                {"riemannian": True, "init_steps": 5},
+                r"Invalid init_steps=5: must be None with IVON's riemannian average",
+            ),
         ],
     ),
     OptimizerInfo(

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, Price
 from vprop.optim.hyperparameters import Hyperparameter, Shared, not_centered, with_hyperparameters
-from vprop.optim.hyperparameters.checks import flag
+from vprop.optim.hyperparameters.checks import flag, start_that_stays
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import RIEMANNIAN, RateFactor, Rule
 
@@ -29,6 +29,7 @@ class IVONArguments(Shared, total=False):
 @with_hyperparameters(
     betas={"default": (0.9, 0.99999)},
     hess_init={"words": "h before the first step. With the long average it is the noise of most of the training."},
+    init_steps={"words": "not for IVON, whose average has a further term.", "fits": start_that_stays},
     centered=not_centered("IVON", "whose curvature is no spread"),
 )
 class IVON(VariationalOptimizer):

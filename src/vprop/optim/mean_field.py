@@ -11,7 +11,7 @@ from typing_extensions import Required, Unpack
 from vprop.checks import invalid
 from vprop.curvature import NAMES, CurvatureEstimator, by_name
 from vprop.optim.hyperparameters import Hyperparameter, Shared, not_centered, with_hyperparameters
-from vprop.optim.hyperparameters.checks import at_least_one, flag, or_none
+from vprop.optim.hyperparameters.checks import at_least_one, flag, or_none, start_that_stays
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import NATURAL, RIEMANNIAN, Rule
 
@@ -56,7 +56,9 @@ class MeanFieldArguments(Shared, total=False):
     ]
 
 
-@with_hyperparameters(centered=not_centered("MeanField", 'where ``curvature="centered"`` says it'))
+@with_hyperparameters(
+    init_steps={"fits": start_that_stays}, centered=not_centered("MeanField", 'where ``curvature="centered"`` says it')
+)
 class MeanField(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with any estimator of the curvature: the grid that the others are from.
 

@@ -187,6 +187,13 @@ def root_of_known_batches(name: str, group: dict[str, Any]) -> None:
         raise invalid("batch_size", None, 'a number when preconditioner="root"', remedy)
 
 
+def start_that_stays(name: str, group: dict[str, Any]) -> None:
+    """Of a riemannian average, whose further term holds for small changes only and forgets nothing at once."""
+    if group[name] is not None and group.get("riemannian", True):
+        remedy = "Choose hess_init with care, or an optimizer whose average is a plain one (Vprop, Vario, MeanField)."
+        raise invalid(name, group[name], "None with IVON's riemannian average", remedy)
+
+
 def own_noise_of_whole_parameters(name: str, group: dict[str, Any]) -> None:
     """Noise of its own on each rank only where the parameters are whole on each."""
     if group[name] == "per_rank" and any(is_sharded(p) for p in group["params"]):

@@ -191,7 +191,7 @@ class Floors(TypedDict, total=False):
     hess_floor: Annotated[
         float,
         Hyperparameter(
-            "what h+δ is not below, in the variance and in the step: σ is at most 1/√(ess·hess_floor).",
+            "what h+δ is not below, in the variance and in steps that divide by it: σ is at most 1/√(ess·hess_floor).",
             0.0,
             checks.not_negative("0 is no floor; 0.5 is the size that networks train well with."),
         ),
