@@ -208,7 +208,7 @@ def write(
 
     options = {key: value for key, value in vars(arguments).items() if key not in ("data", "out")}
     content = {
-        "command": f"python benchmarks/uci.py --jobs {arguments.jobs} --out benchmarks/results/{arguments.out.name}",
+        "command": f"python benchmarks/uci.py --out benchmarks/results/{arguments.out.name}",
         "options": options,  # what differs from the defaults is said here
         "environment": environment() | {"scikit-learn": sklearn.__version__},
         "seconds": seconds,

@@ -126,7 +126,8 @@ class TrainingLoops(Optimizer):
                 steps, structure.examples = self._prepare(), None
                 if structure.needs_objective:
                     refusals.require_objective(type(self).__name__)
-                structure.require_batch_sizes()
+                if structure.asks_objective:
+                    structure.require_batch_sizes()
                 if sampling.drawn_samples < steps[0].samples:
                     refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._loop.attached)
             if self._resolution.several_ranks:
@@ -159,7 +160,8 @@ class TrainingLoops(Optimizer):
             refusals.require_objective(type(self).__name__)
         structure.examples = closure.examples_on_all_ranks() if isinstance(closure, Objective) else None
         structure.most_examples = max(structure.most_examples, structure.examples or 0)
-        structure.require_batch_sizes()
+        if structure.asks_objective:
+            structure.require_batch_sizes()
         losses: list[Any] = []
         try:
             for sample in range(max(1, steps[0].samples)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -114,6 +115,10 @@ class Structure(ABC):
         """Whether the curvature needs more than gradients, so that ``step`` must be given an objective."""
         self.follows_priors = False
         """Whether a prior precision is to be changed after steps."""
+        self.asks_objective = False
+        """Whether the size of a mini-batch is to be read off an objective."""
+        self.has_limits = False
+        """Whether noise is limited by the size of the weights, so that they are to be looked at."""
         self.examples: int | None = None
         """How many examples the objective of this step has, on all ranks."""
         self.most_examples = 0
@@ -131,6 +136,8 @@ class Structure(ABC):
             self.groups = groups
             self.needs_objective = any(step.estimator.needs_objective for step in groups)
             self.follows_priors = any(step.group.get("auto_prior") is not None for step in groups)
+            self.asks_objective = any(step.batch_size == "objective" for step in groups)
+            self.has_limits = any(not math.isinf(step.noise_limit) for step in groups)
 
     @property
     def members(self) -> list[Member]:

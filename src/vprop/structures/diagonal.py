@@ -118,7 +118,8 @@ class Diagonal(PortableDiagonal):
         """Which noise goes where."""
         if evaluation_draw is not None:
             return self._evaluation_plan(sample, evaluation_draw)
-        self._look_at_spread_sizes(now_and_then=True)
+        if self.has_limits:
+            self._look_at_spread_sizes(now_and_then=True)
         packs, others = self._refreshed_packs()
         packed = []
         for pack in packs:
@@ -134,7 +135,8 @@ class Diagonal(PortableDiagonal):
         # Evaluation must leave no trace, so where there is no state yet it looks at one that it does not keep.
         if not all(self.state.get(member.p) for member in self.members):
             return DiagonalPlan([], [self._written(member, sample, evaluation_draw) for member in self.members])
-        self._look_at_spread_sizes(now_and_then=False)
+        if self.has_limits:
+            self._look_at_spread_sizes(now_and_then=False)
         packs, others = self._refreshed_packs()
         packed = [
             PackedSample(pack, noise_of(pack.step, 0, Stream.EVALUATION), pack.table.at_step(evaluation_draw))
@@ -155,7 +157,7 @@ class Diagonal(PortableDiagonal):
 
     def fold(self, sample: int | None, folded_samples: int) -> None:
         """Fold the gradients that no kernel reads itself."""
-        if self.groups[0].samples == 0:
+        if self.has_limits and self.groups[0].samples == 0:
             packs, others = self._look_without_sample()
         else:
             packs, others = self._refreshed_packs()
