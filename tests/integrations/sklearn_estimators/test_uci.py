@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,3 +59,21 @@ def test_targets_of_the_test_rows_change_nothing_but_the_scores(folder):
 def test_passes_make_the_steps_that_were_asked_for(rows, steps):
     batch = min(max(64, rows // 64), 512)
     assert abs(uci.passes(steps, rows) * -(-rows // batch) - steps) <= -(-rows // batch)
+
+
+def test_the_figures_in_the_docs_are_those_of_the_committed_runs():
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "training.md").read_text()
+    tables = []
+    for name in ("uci", "uci-normal"):
+        result = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text())
+        tables.append({row["set"]: row for row in result["table"]})
+    assert len(tables[0]) == 9
+    for name, row in tables[0].items():
+        figures = [
+            row["log_likelihood"],
+            tables[1][name]["log_likelihood"],
+            row["published_log_likelihood"],
+            row["cover"],
+        ]
+        assert f"| {name} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |" in page
