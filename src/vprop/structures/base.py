@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from vprop.parallel.sharding import full_tensor
 from vprop.posterior import GaussianPrior, Posterior
 from vprop.precision import as_tensor, compute_dtype, needs_master_copy
 from vprop.structures.checks import refuse_sharded_parameters
+from vprop.structures.floors import is_relative
 from vprop.structures.members import (
     GroupStep,
     Marginal,
@@ -137,7 +137,7 @@ class Structure(ABC):
             self.needs_objective = any(step.estimator.needs_objective for step in groups)
             self.follows_priors = any(step.group.get("auto_prior") is not None for step in groups)
             self.asks_objective = any(step.batch_size == "objective" for step in groups)
-            self.has_limits = any(not math.isinf(step.noise_limit) for step in groups)
+            self.has_limits = any(map(is_relative, groups))
 
     @property
     def members(self) -> list[Member]:

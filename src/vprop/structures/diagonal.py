@@ -118,16 +118,12 @@ class Diagonal(PortableDiagonal):
         """Which noise goes where."""
         if evaluation_draw is not None:
             return self._evaluation_plan(sample, evaluation_draw)
-        if self.has_limits:
-            self._look_at_spread_sizes(now_and_then=True)
-        packs, others = self._refreshed_packs()
+        packs, others = self._packs_after_looks() if self.has_limits else self._refreshed_packs()
         packed = []
         for pack in packs:
             pack.look_at_counts()
-            if pack.sizes is not None:
-                pack.look_at_sizes()
             if pack.is_captured():
-                self._captured.append((pack.table, pack.sizes))
+                self._captured.append(pack.table)
             packed.append(PackedSample(pack, noise_of(pack.step, sample, Stream.TRAINING), pack.table))
         return DiagonalPlan(packed, [self._written(member, sample, None) for member in others] if others else [])
 
@@ -153,14 +149,26 @@ class Diagonal(PortableDiagonal):
         self._packs.refresh(self.groups, self.state, self.state_of)
         return self._packs.packs, self._packs.others
 
+    def _packs_after_looks(self) -> tuple[list[Pack], list[Member]]:
+        """The same, after a look at the weights, which hold the mean, where their sizes limit the noise."""
+        self._look_at_spread_sizes(now_and_then=True)
+        packs, others = self._refreshed_packs()
+        for pack in packs:
+            if pack.sizes is not None:
+                pack.look_at_sizes()
+                if pack.is_captured():
+                    self._captured.append(pack.sizes)
+        for member in others:
+            if floors.is_relative(member.step) and member.local is member.p:
+                self._look_at_size(member)
+        return packs, others
+
     # -- the step --------------------------------------------------------------------------------------------
 
     def fold(self, sample: int | None, folded_samples: int) -> None:
         """Fold the gradients that no kernel reads itself."""
-        if self.has_limits and self.groups[0].samples == 0:
-            packs, others = self._look_without_sample()
-        else:
-            packs, others = self._refreshed_packs()
+        unseen = self.has_limits and self.groups[0].samples == 0  # else the plan of a sample has looked
+        packs, others = self._packs_after_looks() if unseen else self._refreshed_packs()
         folding = list(others)
         for pack in packs:
             if pack.direct is None:
@@ -172,20 +180,6 @@ class Diagonal(PortableDiagonal):
                         self._partners[member.p] = gradient_of(member, copy=True)
         if folding:
             self._fold_members(folding, sample, folded_samples)
-
-    def _look_without_sample(self) -> tuple[list[Pack], list[Member]]:
-        """The same as :meth:`_refreshed_packs`, after the looks at sizes that :meth:`plan` would have made."""
-        self._look_at_spread_sizes(now_and_then=True)
-        packs, others = self._refreshed_packs()
-        for pack in packs:
-            if pack.sizes is not None:
-                pack.look_at_sizes()
-                if pack.is_captured():
-                    self._captured.append((pack.table, pack.sizes))
-        for member in others:
-            if floors.is_relative(member.step) and member.local is member.p:
-                self._look_at_size(member)
-        return packs, others
 
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""

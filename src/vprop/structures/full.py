@@ -236,6 +236,7 @@ class Full(Structure):
         matrix, damping = self._matrix(members, keep=True), self._damping(members)
         betas = members[0].group["betas"]
         momentum, steps = self._momentum(members, grad, betas[0])
+        weight = self._newest_weight(members)
         new = full.natural_gradient_step(
             _flat([mean_of(member.p, self.state[member.p]) for member in members]),
             matrix.sub,
@@ -248,7 +249,7 @@ class Full(Structure):
             damping=damping,
             prior_mean=_flat([_like(member, member.prior_mean) for member in members]),
             clip_radius=_flat([_like(member, member.group["clip_radius"]) for member in members]),
-            newest_weight=self._newest_weight(members),
+            newest_weight=weight,
         )
         if new is None:
             self.count_unusable(torch.tensor(size, device=grad.device))
@@ -258,7 +259,7 @@ class Full(Structure):
         for member, piece in zip(members, _pieces(new.clipped, members), strict=True):
             if not math.isinf(member.group["clip_radius"]):
                 self.clipped.setdefault(member.group_number, []).append((piece.sum(), piece.numel()))
-        matrix.write_(new.curvature.hess, decay=1 - self._newest_weight(members))
+        matrix.write_(new.curvature.hess, decay=1 - weight)
         self._kept_factor = KeptFactor.of(matrix, damping, new.curvature.factor)
 
     def _newest_weight(self, members: list[Member]) -> float:

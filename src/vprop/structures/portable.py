@@ -82,8 +82,6 @@ class PortableDiagonal(Structure):
 
     def _written(self, member: Member, sample: int, evaluation_draw: int | None) -> Written:
         state = local_state(self.state_of(member) if evaluation_draw is None else self.peek_state(member))
-        if evaluation_draw is None and floors.is_relative(member.step) and member.local is member.p:
-            self._look_at_size(member)
         mean = None
         if "mean" in state:
             mean = mean_of(member.local, state)
@@ -96,10 +94,14 @@ class PortableDiagonal(Structure):
 
     def _width(self, member: Member, state: State) -> tuple[Tensor, float, float | Tensor, float | Tensor]:
         """(h, ess, δ, f), which make σ² = 1/(ess·max(h+δ, f))."""
+        return state["hess"], member.ess, to_local(member.damping), self._floor(member, state)
+
+    def _floor(self, member: Member, state: State) -> float | Tensor:
+        """f, which h+δ is not below."""
         size = state.get("size")
         if size is None and floors.is_relative(member.step):  # asked for since the last step
             size = floors.size_of(member.p)
-        return state["hess"], member.ess, to_local(member.damping), floors.floor_of(member.step, size)
+        return floors.floor_of(member.step, size)
 
     def _look_at_spread_sizes(self, now_and_then: bool) -> None:
         """Bring the sizes of parameters that are spread over ranks up to date, or only see that they are there.
@@ -229,7 +231,7 @@ class PortableDiagonal(Structure):
         hess = gather([s["hess"] for s in states])
         damping = gather_or_number([to_local(item.member.damping) for item in bundle])
         momentum = gather([state["momentum"] for state in states]) if group["betas"][0] > 0 else None
-        floor = gather_or_number([like_parameter(self._width(i.member, i.state)[3], i.state["hess"]) for i in bundle])
+        floor = gather_or_number([like_parameter(self._floor(i.member, i.state), i.state["hess"]) for i in bundle])
         debiased = momentum is not None or step.rule.debiases_hess or step.start_weight < 1
         new = step.rule.function(
             gather([mean_of(item.member.local, item.state) for item in bundle]),
