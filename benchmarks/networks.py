@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
 
 import vprop
 from vprop import metrics
 from vprop.lab.data import load
+from vprop.lab.deep.networks import resnet20
+from vprop.lab.deep.training import Trainer, epochs, flips_and_crops, one_cycle
 from vprop.lab.environment import environment
 
 SEEDS, TUNING_SEED, SAMPLES = (0, 1, 2), 100, 32
@@ -50,36 +50,6 @@ def cnn(norm: bool) -> nn.Module:
     )
 
 
-class Residual(nn.Module):
-    """Two convolutions with BatchNorm, and the input added."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.first_norm = nn.BatchNorm2d(outputs)
-        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.second_norm = nn.BatchNorm2d(outputs)
-        self.stride, self.padding = stride, outputs - inputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Channels that the input lacks are zero."""
-        out = F.relu(self.first_norm(self.first(x)))
-        out = self.second_norm(self.second(out))
-        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.padding))
-        return F.relu(out + shortcut)
-
-
-def resnet20() -> nn.Module:
-    """16, 32 and 64 channels, 0.27 million weights."""
-    layers: list[nn.Module] = [nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    inputs = 16
-    for outputs in (16, 32, 64):
-        for i in range(3):
-            layers.append(Residual(inputs, outputs, 2 if i == 0 and outputs > 16 else 1))
-            inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-
 # -- tasks -----------------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +62,8 @@ class Task:
     epochs: int
     batch: int
     augment: bool = False
+    look_every: int = 0
+    """After how many epochs the accuracy is looked at; 0 is at the end only."""
     methods: tuple[str, ...] = ("adamw", "vario")
 
 
@@ -103,8 +75,8 @@ TASKS = {
     "resnet20": Task(
         resnet20, 60_000, 20, 128, augment=True, methods=("sgd", "vario", "vprop-floor-1", "vprop-floor-2")
     ),
-    "resnet20-long": Task(resnet20, 60_000, 70, 128, methods=("sgd", "vario")),
-    "fashion-10k-long": Task(lambda: cnn(norm=True), 10_000, 70, 64),
+    "resnet20-long": Task(resnet20, 60_000, 70, 128, look_every=5, methods=("sgd", "vario", "vprop-floor-2")),
+    "fashion-10k-long": Task(lambda: cnn(norm=True), 10_000, 70, 64, look_every=5),
 }
 
 
@@ -120,6 +92,16 @@ class Method:
     usual: float
 
 
+def adamw(params: Any, lr: Any, capturable: bool = False, **_: Any) -> torch.optim.Optimizer:
+    """With torch's own weight decay, 0.01."""
+    return torch.optim.AdamW(params, lr=lr, capturable=capturable)
+
+
+def sgd(params: Any, lr: Any, capturable: bool = False, **_: Any) -> torch.optim.Optimizer:
+    """As ResNets are trained; the fused one, for its step size may be a tensor in a recorded step."""
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=capturable)
+
+
 def floored(floor: float, params: Any, lr: float, **facts: Any) -> vprop.Vprop:
     """The natural-gradient step above a floor: where h is small, SGD with momentum and a step size of lr/(10·floor)."""
     likes_sgd = {"betas": (0.9, 0.999), "init_steps": 0, "prior_precision": 5e-4 * facts["num_data"]}
@@ -127,12 +109,8 @@ def floored(floor: float, params: Any, lr: float, **facts: Any) -> vprop.Vprop:
 
 
 METHODS = {
-    "adamw": Method(lambda params, lr, **_: torch.optim.AdamW(params, lr=lr), (5e-4, 1e-3, 2e-3, 4e-3), 1e-3),
-    "sgd": Method(
-        lambda params, lr, **_: torch.optim.SGD(params, lr=lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
-        (0.05, 0.1, 0.2),
-        0.1,
-    ),
+    "adamw": Method(adamw, (5e-4, 1e-3, 2e-3, 4e-3), 1e-3),
+    "sgd": Method(sgd, (0.05, 0.1, 0.2), 0.1),
     **{
         f"vprop-floor-{floor}": Method(functools.partial(floored, floor), (0.5 * floor, floor, 2.0 * floor), floor)
         for floor in (1, 2)
@@ -176,43 +154,37 @@ class Job:
         torch.manual_seed(self.seed)
         model = task.model().to(device)
         facts = {"num_data": count, "batch_size": task.batch, "seed": self.seed}
-        optimizer = METHODS[self.method].make(model.parameters(), lr=self.lr, **facts)
-        self._train(task, model, optimizer, x, y)
+        if device.type == "cuda":
+            facts["capturable"] = True
+        optimizer = METHODS[self.method].make(
+            model.parameters(), lr=torch.tensor(float(self.lr), device=device), **facts
+        )
+        judged = judged[0].to(device), judged[1]
+        course = self._train(task, model, optimizer, x, y, judged)
         result = {"task": self.task, "method": self.method, "lr": self.lr, "seed": self.seed, "tuning": self.tuning}
-        model.eval()
-        judged_x, judged_y = judged[0].to(device), judged[1]
-        with torch.no_grad():
-            mean = torch.cat(
-                [model(part).softmax(-1) for part in judged_x.split(250 if device.type == "cpu" else 2000)]
-            ).cpu()
-        result["mean"] = scores(mean, judged_y)
+        if course:
+            result["course"] = course
+        result["mean"] = scores(probabilities(model, judged[0]), judged[1])
         if isinstance(optimizer, vprop.VariationalOptimizer):
             posterior = optimizer.posterior(model, likelihood="categorical")
             parts = [
-                posterior.predict(part, num_samples=SAMPLES).probs
-                for part in judged_x.split(250 if device.type == "cpu" else 2000)
+                posterior.predict(part, num_samples=SAMPLES).probs for part in judged[0].split(part_size(judged[0]))
             ]
-            result["posterior"] = scores(torch.cat(parts).cpu(), judged_y)
+            result["posterior"] = scores(torch.cat(parts).cpu(), judged[1])
         return result | {"seconds": round(time.perf_counter() - started, 1)}
 
-    def _train(self, task: Task, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    def _train(self, task: Task, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, judged: Any) -> list[float]:
+        """Train, and say how accurate the mean was on the way, if the task asks for it."""
         generator = torch.Generator(x.device).manual_seed(self.seed)
-        batches = len(x) // task.batch
-        steps = task.epochs * batches
-        schedule = OneCycleLR(optimizer, self.lr, steps, pct_start=0.05, cycle_momentum=False)
-        if isinstance(optimizer, vprop.VariationalOptimizer):
-            optimizer.attach(model)
-        model.train()
-        for _ in range(task.epochs):
-            order = torch.randperm(len(x), generator=generator, device=x.device)
-            for rows in order[: batches * task.batch].split(task.batch):
-                images = augmented(x[rows], generator) if task.augment else x[rows]
-                optimizer.zero_grad()
-                with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
-                    loss = F.cross_entropy(model(images), y[rows])
-                loss.backward()
-                optimizer.step()
-                schedule.step()
+        rates = one_cycle(self.lr, task.epochs * (len(x) // task.batch))
+        trainer = Trainer(model, optimizer, rates, task.batch)
+        course = []
+        change = flips_and_crops(generator) if task.augment else None
+        for epoch, (images, labels) in enumerate(epochs(x, y, task.epochs, generator, change), 1):
+            trainer.run_epoch(images, labels)
+            if task.look_every and epoch % task.look_every == 0:
+                course.append(scores(probabilities(model, judged[0]), judged[1])["accuracy"])
+        return course
 
 
 @functools.cache
@@ -221,15 +193,16 @@ def images() -> Any:
     return load("fashion_mnist")
 
 
-def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Flipped half of the time, and moved by up to four pixels."""
-    count, _, height, width = x.shape
-    flip = torch.rand(count, 1, 1, 1, generator=generator, device=x.device) < 0.5
-    padded = F.pad(torch.where(flip, x.flip(-1), x), (4, 4, 4, 4))
-    shift = torch.randint(0, 9, (2, count), generator=generator, device=x.device)
-    rows = (shift[0, :, None] + torch.arange(height, device=x.device))[:, None, :, None]
-    columns = (shift[1, :, None] + torch.arange(width, device=x.device))[:, None, None, :]
-    return padded[torch.arange(count, device=x.device)[:, None, None, None], 0, rows, columns]
+def probabilities(model: nn.Module, x: Tensor) -> Tensor:
+    """At the mean, on the CPU."""
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([model(part).softmax(-1) for part in x.split(part_size(x))]).cpu()
+
+
+def part_size(x: Tensor) -> int:
+    """Images that predict together."""
+    return 250 if x.device.type == "cpu" else 2000
 
 
 def scores(probs: Tensor, labels: Tensor) -> dict[str, float]:

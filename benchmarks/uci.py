@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="vario", choices=["vario", "vprop", "ivon"])
     parser.add_argument("--noise", default="student_t", choices=["student_t", "normal"])
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--keep", type=Path, help="file for rows as they come; a run that was stopped goes on from it")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     folder = arguments.data or Path(os.environ.get("VPROP_DATA", ".")) / "uci"
@@ -94,15 +95,29 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             ]
     # The longest first, so that no process is left alone with one of them.
     tasks.sort(key=lambda task: (not task["set"].startswith("protein"), -task["members"]))
-    rows = []
-    for row in outcomes(tasks, arguments.jobs):
+    rows = kept_rows(arguments.keep)
+    done = {key_of(row) for row in rows}
+    for row in outcomes([task for task in tasks if key_of(task) not in done], arguments.jobs):
         rows.append(row)
+        if arguments.keep:
+            with arguments.keep.open("a") as file:
+                file.write(json.dumps(row) + "\n")
         print(
             f"{row['set']} split {row['split']}, {row['members']} members: log-likelihood "
             f"{row['log_likelihood']:.4f}, cover {row['cover']:.3f}, {row['seconds']:.0f} s",
             flush=True,
         )
     return sorted(rows, key=lambda row: (row["set"], row["members"], row["split"]))
+
+
+def kept_rows(file: Path | None) -> list[dict[str, Any]]:
+    """What an earlier run with the same options left."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
+
+
+def key_of(task: dict[str, Any]) -> tuple[str, int, int]:
+    """What one fit is called."""
+    return task["set"], task["split"], task["members"]
 
 
 def outcomes(tasks: list[dict[str, Any]], jobs: int) -> Iterable[dict[str, Any]]:
@@ -206,7 +221,7 @@ def write(
 
     from vprop.lab.environment import environment
 
-    options = {key: value for key, value in vars(arguments).items() if key not in ("data", "out")}
+    options = {key: value for key, value in vars(arguments).items() if key not in ("data", "out", "keep")}
     content = {
         "command": f"python benchmarks/uci.py --out benchmarks/results/{arguments.out.name}",
         "options": options,  # what differs from the defaults is said here
