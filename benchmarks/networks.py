@@ -251,6 +251,8 @@ def table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     values = [r[kind][score] for r in own]
                     spread = statistics.stdev(values) if len(values) > 1 else 0.0
                     row[f"{kind}_{score}"] = [statistics.mean(values), spread]
+        if "course" in own[0]:
+            row["course"] = [r["course"] for r in own]
         rows.append(row)
     return rows
 
@@ -259,12 +261,19 @@ def main() -> None:
     """Tune, run, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["fashion-10k", "fashion-2k"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="only these of a task's methods")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--usual-only", action="store_true", help="only the step sizes that a new user would take")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    pairs = [(task, method) for task in arguments.tasks for method in TASKS[task].methods]
+    pairs = [
+        (task, method)
+        for task in arguments.tasks
+        for method in TASKS[task].methods
+        if not arguments.methods or method in arguments.methods
+    ]
     rates = {pair: {METHODS[pair[1]].usual} for pair in pairs}
     tried: list[dict[str, Any]] = []
     if not arguments.usual_only:
@@ -272,7 +281,12 @@ def main() -> None:
         tried = run_all((Job(t, m, lr, TUNING_SEED, arguments.device, True) for t, m, lr in grid), arguments.jobs)
         for pair, lr in best_rates(tried).items():
             rates[pair].add(lr)
-    final = [Job(*pair, lr, seed, arguments.device, False) for pair in pairs for lr in rates[pair] for seed in SEEDS]
+    final = [
+        Job(*pair, lr, seed, arguments.device, False)
+        for pair in pairs
+        for lr in rates[pair]
+        for seed in SEEDS[: arguments.seeds]
+    ]
     rows = table(run_all(final, arguments.jobs))
     for row in rows:
         kind = "posterior" if "posterior_nll" in row else "mean"
@@ -280,6 +294,8 @@ def main() -> None:
         print(f"{row['task']:20} {row['method']:10} lr {row['lr']:<7g} {numbers}")
     if arguments.json:
         command = "python benchmarks/networks.py --tasks " + " ".join(arguments.tasks)
+        command += " --methods " + " ".join(arguments.methods) if arguments.methods else ""
+        command += f" --seeds {arguments.seeds}" if arguments.seeds < len(SEEDS) else ""
         command += " --usual-only" if arguments.usual_only else ""
         command += "" if arguments.device == "cpu" else f" --device {arguments.device}"
         result = {"command": command, "environment": environment(), "rows": rows, "tuning": tried}
