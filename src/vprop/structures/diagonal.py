@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop.kernels.call import Curvature, Step
-from vprop.kernels.table import Role
+from vprop.kernels.table import COMPUTE, Role
 from vprop.noise import Stream
 from vprop.parallel.sharding import full_tensor
 from vprop.posterior import DiagonalPosterior
@@ -270,7 +270,7 @@ class Diagonal(PortableDiagonal):
             if grad is None and other is not None:
                 grads[i] = torch.zeros_like(p)
             elif other is None and grad is not None:
-                others[i] = torch.zeros_like(pack.hess[i])
+                others[i] = torch.zeros_like(pack.hess[i], dtype=COMPUTE)
         return others
 
     def _run(self, job: Job) -> None:
