@@ -390,6 +390,6 @@ def test_a_riemannian_average_does_not_forget_its_start_by_an_edit_either(fused)
         loss.backward()
         return loss
 
-    with pytest.raises(ValueError, match="Invalid init_steps=0.0: must be None with a riemannian average"):
+    with pytest.raises(ValueError, match=r"Invalid init_steps=0\.0: must be None with a riemannian average"):
         optimizer.step(closure)
     torch.testing.assert_close(p.detach(), torch.ones(3))

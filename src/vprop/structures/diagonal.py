@@ -19,13 +19,7 @@ from vprop.posterior import DiagonalPosterior
 from vprop.structures import floors, written
 from vprop.structures.base import MEAN, Structure, TensorSpec
 from vprop.structures.fused import Job, curvature_in_kernel
-from vprop.structures.members import (
-    GroupStep,
-    Member,
-    gradient_of,
-    local_state,
-    require_finite,
-)
+from vprop.structures.members import GroupStep, Member, gradient_of, local_state, require_finite
 from vprop.structures.packs import Pack, PackedSample, Packs, noise_of
 from vprop.structures.plans import Plan
 from vprop.structures.portable import PortableDiagonal
