@@ -33,18 +33,8 @@ def perturb(table: Table, noise: Noise, direction: int) -> None:
         return
     with _on(table.device):
         perturb_kernel[(table.tiles * (TILE // _BLOCK),)](
-            table.columns,
-            table.tile_rows,
-            table.geometry,
-            table.steps,
-            table.floors,
-            table.rows,
-            table.first_step,
-            *_words(noise.seed),
-            _signed(noise.source),
-            float(noise.sign),
-            noise.ess,
-            noise.damping,
+            *_tensors(table),
+            *_numbers(table, noise),
             RESTORE=direction < 0,
             **_flags(table, _BLOCK),
             **_OPTIONS,
@@ -61,20 +51,10 @@ def step(table: Table, step: Step) -> None:
     block, options = (_SMALL_BLOCK, _SMALL_OPTIONS) if Role.MOMENTUM in table.roles else (_BLOCK, _OPTIONS)
     with _on(table.device):
         step_kernel[(table.tiles * (TILE // block),)](
-            table.columns,
-            table.tile_rows,
-            table.geometry,
-            table.steps,
-            table.floors,
+            *_tensors(table),
             unusable,
             table.clipped,
-            table.rows,
-            table.first_step,
-            *_words(noise.seed),
-            _signed(noise.source),
-            float(noise.sign),
-            noise.ess,
-            noise.damping,
+            *_numbers(table, noise),
             step.scale,
             step.lr if lr_on_device else float(step.lr),
             1 - beta1,
@@ -122,6 +102,17 @@ def normal(out: Tensor, start: int, *, seed: int, parameter: int, step: int | Te
             BLOCKS=blocks,
             **_OPTIONS,
         )
+
+
+def _tensors(table: Table) -> tuple[Tensor | None, ...]:
+    """What both kernels read of a table."""
+    return table.columns, table.tile_rows, table.geometry, table.steps, table.floors
+
+
+def _numbers(table: Table, noise: Noise) -> tuple[float, ...]:
+    """Where both kernels find the noise of a sample, and how wide it is."""
+    where = (table.rows, table.first_step, *_words(noise.seed), _signed(noise.source))
+    return *where, float(noise.sign), noise.ess, noise.damping
 
 
 def _flags(table: Table, block: int) -> dict[str, Any]:
