@@ -53,7 +53,8 @@ def replacing(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise _naming(error, path) from error
         raise
-    _sync_folder(target.parent)
+    with suppress(OSError):  # let the new name survive a crash of the machine, too, where the system can be asked
+        _sync(target.parent, os.O_RDONLY)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -91,22 +92,17 @@ def _finish(part: Path, mode: int) -> None:
     """Set the mode and wait until the content is on the disk."""
     # The caller may have put another file in the place of the one that was made here: go by the name.
     os.chmod(part, mode | stat.S_IWUSR)
-    handle = os.open(part, os.O_RDWR)
+    _sync(part, os.O_RDWR)
+    os.chmod(part, mode)
+
+
+def _sync(path: Path, flags: int) -> None:
+    """Wait until a file or a folder is on the disk."""
+    handle = os.open(path, flags)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-    os.chmod(part, mode)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Let the new name, too, survive a crash of the machine, where the system can be asked for that."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _naming(error: OSError, path: Path) -> OSError:

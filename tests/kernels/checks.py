@@ -113,8 +113,6 @@ class Problem:
         table = Table(self.numbers, self.roles, steps, self.first_blocks)
         table.first_step = self.first_step
         table.floors.copy_(torch.tensor([self.floor(i) for i in range(table.rows)]))
-        if Role.GRAD in self.roles:
-            table.grad_dtype = self.roles[Role.GRAD][0].dtype
         for row in self.without_grad:
             table.columns[Role.GRAD, row] = 0
         return table
@@ -222,6 +220,7 @@ def row_normals(kernels, problem, i, noise, step):
 
 ROOT_RULES = (Rule.CLAMPED_ROOT, Rule.RIEMANNIAN_ROOT)
 RIEMANNIAN_RULES = (Rule.RIEMANNIAN, Rule.RIEMANNIAN_ROOT)
+CLAMPED_RULES = (Rule.CLAMPED, Rule.CLAMPED_ROOT)
 
 
 def width(row, noise, floor=0.0):

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.checks import (
+    CLAMPED_RULES,
     EPS,
     LAYOUTS,
     NOISE,
@@ -125,7 +126,7 @@ def test_every_kind_of_step(kernels, curvature, rule):
             clip_radius=1.5 if clips else math.inf,
             grad_sign=-1 if maximize else 1,
             betas=(0.9 if momentum else 0.0, 0.95),
-            start_weight=0.1 if forgets and rule != Rule.VADAM else 1.0,
+            start_weight=0.1 if forgets and rule in CLAMPED_RULES else 1.0,
             gradient_scale=7.0,
         )
         floors = [0.4, 0.03] if floor else None
@@ -349,6 +350,45 @@ def test_half_precision_is_torchs(kernels, dtype):
     weight = given.roles[Role.WEIGHT][0].zero_()
     kernels.perturb(given.table(), NOISE, -1)
     torch.testing.assert_close(weight.cpu(), values.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        pytest.param(version.values[0], dtype, id=f"{version.id}-{dtype}")
+        for version in COMPILED + TRITON
+        for dtype in version.values[0].dtypes
+        if dtype != torch.float32
+    ],
+)
+@pytest.mark.parametrize("curvature", Curvature)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
+def test_state_is_kept_in_another_dtype_than_computed_with(kernels, dtype, curvature, weight_dtype):
+    """Bit for bit what float32 state would become, rounded when it is written; also of a row that takes no part."""
+    shapes = [(3, 700), (37,), (2, 9), (5,)]
+    given = problem(shapes, layouts=LAYOUTS, dtype=weight_dtype, momentum=True, prior=True, without_grad={1, 3})
+    kept = (Role.HESS, Role.MOMENTUM)
+    narrow = given.copy()
+    for role in kept:
+        narrow.roles[role] = [torch.empty_like(t, dtype=dtype).copy_(t) for t in given.roles[role]]
+    wide = narrow.copy()
+    for role in kept:
+        wide.roles[role] = [
+            torch.empty_like(t).copy_(n) for t, n in zip(given.roles[role], narrow.roles[role], strict=True)
+        ]
+    narrow, wide = narrow.copy(kernels.device), wide.copy(kernels.device)
+    for one in (narrow, wide):
+        table = one.table()
+        assert table.dtypes[Role.HESS] == one.roles[Role.HESS][0].dtype
+        before = [t.clone() for role in kept for t in one.roles[role]]
+        kernels.perturb(table, NOISE, 1)
+        assert all(map(torch.equal, before, [t for role in kept for t in one.roles[role]]))
+        kernels.step(table, replace(STEP, curvature=curvature))
+    for role, tensors in narrow.roles.items():
+        for i, (ours, theirs) in enumerate(zip(tensors, wide.roles[role], strict=True)):
+            assert torch.equal(ours, theirs.to(ours.dtype)), (role, i)
+    moved = (narrow.roles[Role.HESS][0].cpu() != given.roles[Role.HESS][0].to(dtype)).float().mean()
+    assert moved > 0.5  # not too coarse to say anything
 
 
 @each_version

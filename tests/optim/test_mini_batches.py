@@ -376,3 +376,20 @@ class TestFloors:
         optimizer.param_groups[0]["betas"] = (0.9, 0.999)  # which makes a momentum
         closure_step(optimizer, model, [make_batch()])
         assert [optimizer.state[p]["size"].data_ptr() for p in model.parameters()] == addresses
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_riemannian_average_does_not_forget_its_start_by_an_edit_either(fused):
+    p = nn.Parameter(torch.ones(3))
+    optimizer = vprop.IVON([p], num_data=20, fused=fused)
+    optimizer.param_groups[0]["init_steps"] = 0.0
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(ValueError, match=r"Invalid init_steps=0\.0: must be None with a riemannian average"):
+        optimizer.step(closure)
+    torch.testing.assert_close(p.detach(), torch.ones(3))

@@ -14,7 +14,7 @@ not let below zero, so that no weight is less certain than under the prior; or (
 more, ½(1−β₂)²(h−ĥ)²/(h+δ), which keeps h+δ > 0 by itself.
 
 Three things can be asked for beyond that. A ``floor`` f bounds σ: the precision is ess·max(h+δ, f), in σ² and in the
-step alike. The average can forget its start: with ``start_weight`` w₀ < 1 its new part has the weight
+step alike. The clamped average can forget its start: with ``start_weight`` w₀ < 1 its new part has the weight
 (1−β₂)/(1−(1−w₀)β₂ᵗ), which is 1 in the first step of an average that knows nothing (w₀ = 0: Adam's debiased one) and
 1−β₂ throughout with w₀ = 1. And with ``gradient_scale`` M the step divides as Adam does, by the size of what it steps
 along: √(h/M + δ²((μ−m₀)²+σ²)). h is the mean square of one example's gradient, and h/M that of a mini-batch's; the rest
@@ -95,13 +95,13 @@ def natural_gradient_step(
 ) -> Step:
     """One step from ĝ (``grad``) and ĥ (``hess_estimate``), the averages over this step's samples.
 
-    ``ess`` is needed with ``gradient_scale`` only. ``step`` counts from 1. ``momentum`` is ``None`` when β₁ = 0. An
-    element that would become NaN or infinite keeps its mean, curvature and momentum: one bad gradient must not ruin the
-    posterior, nor (h = ∞) silently freeze a weight for ever.
+    ``ess`` is needed with ``gradient_scale`` only; ``riemannian`` knows no ``start_weight``. ``step`` counts from 1.
+    ``momentum`` is ``None`` when β₁ = 0. An element that would become NaN or infinite keeps its mean, curvature and
+    momentum: one bad gradient must not ruin the posterior, nor (h = ∞) silently freeze a weight for ever.
     """
     beta1, beta2 = betas
     if riemannian:
-        new_hess = _riemannian_average(hess, hess_estimate, newest_weight(beta2, step, start_weight), damping)
+        new_hess = _riemannian_average(hess, hess_estimate, 1 - beta2, damping)
     elif start_weight == 1:
         new_hess = _clamped_average(hess, hess_estimate, 1 - beta2)
     else:
@@ -198,7 +198,7 @@ def _clamped_average(hess: Tensor, estimate: Tensor, weight: float) -> Tensor:
     return torch.lerp(hess, estimate, weight).clamp_min(0)
 
 
-def _riemannian_average(hess: Tensor, estimate: Tensor, weight: Scalar, damping: Scalar) -> Tensor:
+def _riemannian_average(hess: Tensor, estimate: Tensor, weight: float, damping: Scalar) -> Tensor:
     """h + (1−β₂)(ĥ−h) + ½(1−β₂)²(ĥ−h)²/(h+δ): at least half of h+δ stays, whatever ĥ is."""
     change = weight * (estimate - hess)
     floor = -(1 - LEAST_PRECISION) * damping

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from vprop.kernels import cpu
 from vprop.kernels.call import Noise, Step
-from vprop.kernels.table import Table
+from vprop.kernels.table import COMPUTE, Role, Table
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the weights. float64 is for checking mathematics, not for speed."""
+"""What kernels read and write. float64 is for checking mathematics, not for speed."""
+
+STATE_DTYPES = {Role.HESS: DTYPES, Role.MOMENTUM: DTYPES, Role.MEAN: (COMPUTE,)}
+"""What the state of a parameter may be kept in. With any other dtype the portable path does the work."""
 
 
 class Backend(Protocol):

@@ -71,7 +71,7 @@ class Step:
     grad_sign: int
     """−1 if the gradients are of a function to be maximized. What is in ``Role.OTHER`` has its sign already."""
     start_weight: float = 1.0
-    """What the start of the average of h weighs: 1, as all before the first step; 0, nothing."""
+    """What the start of a clamped average of h weighs: 1, as all before the first step; 0, nothing."""
     gradient_scale: float = 1.0
     """M of a root rule."""
 

@@ -166,7 +166,7 @@ typedef struct {
     const int64_t *steps; /* [rows] */
     const float *floors;  /* [rows]: what h+δ is not below */
     int64_t first_step;
-    int32_t weight_type, grad_type;
+    int32_t types[ROLES]; /* what the tensors of each role are kept in; they are computed with in float32 */
 } Table;
 
 typedef struct {
@@ -565,10 +565,10 @@ static Row row_of(const Table *table, int64_t number) {
         .geometry = table->geometry ? table->geometry + number * (ROLES + 1) * table->dims : NULL,
         .dims = table->dims,
     };
-    for (int role = 0; role < ROLES; role++)
+    for (int role = 0; role < ROLES; role++) {
         row.base[role] = (char *)(intptr_t)table->columns[role * table->rows + number];
-    row.type[WEIGHT] = table->weight_type;
-    row.type[GRAD] = table->grad_type;
+        row.type[role] = table->types[role];
+    }
     return row;
 }
 
@@ -761,4 +761,4 @@ void normal(
 }
 
 /* What the caller must agree on: the sizes of the structures above, and a number that changes with their meaning. */
-int64_t layout(void) { return 3 + ((int64_t)sizeof(Step) << 16) + ((int64_t)sizeof(Table) << 32); }
+int64_t layout(void) { return 4 + ((int64_t)sizeof(Step) << 16) + ((int64_t)sizeof(Table) << 32); }

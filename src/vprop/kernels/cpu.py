@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vprop.kernels.call import Noise, Step
-from vprop.kernels.table import TILE, Column, Table, tiles_of
+from vprop.kernels.table import TILE, Column, Role, Table, tiles_of
 
 INSTRUCTION_SETS = ("avx512", "avx2", "default")
 """Best first."""
@@ -66,8 +66,7 @@ class _Table(ctypes.Structure):
         ("steps", ctypes.c_void_p),
         ("floors", ctypes.c_void_p),
         ("first_step", ctypes.c_int64),
-        ("weight_type", ctypes.c_int32),
-        ("grad_type", ctypes.c_int32),
+        ("types", ctypes.c_int32 * len(Role)),
     )
 
 
@@ -100,7 +99,7 @@ class _Step(ctypes.Structure):
 
 _Counts = ctypes.c_int64 * 2
 
-LAYOUT = 3 + (ctypes.sizeof(_Step) << 16) + (ctypes.sizeof(_Table) << 32)
+LAYOUT = 4 + (ctypes.sizeof(_Step) << 16) + (ctypes.sizeof(_Table) << 32)
 """As ``layout()`` in ``cpu.c``: a library of other sources would read these structures wrongly."""
 
 
@@ -214,10 +213,11 @@ def _table(table: Table) -> _Table:
             table.steps.data_ptr(),
             table.floors.data_ptr(),
             0,
-            _TYPES[table.weight_dtype],
-            0,
+            tuple(_TYPES[table.dtypes[role]] for role in Role),
         )
-    kept.first_step, kept.grad_type = table.first_step, _TYPES[table.grad_dtype]
+    kept.first_step = table.first_step
+    for role in (Role.GRAD, Role.OTHER):
+        kept.types[role] = _TYPES[table.dtypes[role]]
     return kept
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vprop.kernels.call import Noise, Step
-from vprop.kernels.table import COUNTERS, TILE, Role, Table
+from vprop.kernels.table import COMPUTE, COUNTERS, TILE, Role, Table
 from vprop.kernels.triton_diagonal import perturb_kernel, step_kernel
 from vprop.kernels.triton_noise import fill_kernel
 
@@ -33,27 +33,10 @@ def perturb(table: Table, noise: Noise, direction: int) -> None:
         return
     with _on(table.device):
         perturb_kernel[(table.tiles * (TILE // _BLOCK),)](
-            table.columns,
-            table.tile_rows,
-            table.geometry,
-            table.steps,
-            table.floors,
-            table.rows,
-            table.first_step,
-            *_words(noise.seed),
-            _signed(noise.source),
-            float(noise.sign),
-            noise.ess,
-            noise.damping,
+            *_tensors(table),
+            *_numbers(table, noise),
             RESTORE=direction < 0,
-            DTYPE=_TYPES[table.weight_dtype],
-            HAS_MEAN=Role.MEAN in table.roles,
-            HAS_PRIOR_PRECISION=Role.PRIOR_PRECISION in table.roles,
-            ALIGNED=table.aligned,
-            DIMS=table.dims,
-            ALIKE=table.alike,
-            INDEX=tl.int32 if table.longest < 2**31 else tl.int64,
-            BLOCK=_BLOCK,
+            **_flags(table, _BLOCK),
             **_OPTIONS,
         )
 
@@ -68,20 +51,10 @@ def step(table: Table, step: Step) -> None:
     block, options = (_SMALL_BLOCK, _SMALL_OPTIONS) if Role.MOMENTUM in table.roles else (_BLOCK, _OPTIONS)
     with _on(table.device):
         step_kernel[(table.tiles * (TILE // block),)](
-            table.columns,
-            table.tile_rows,
-            table.geometry,
-            table.steps,
-            table.floors,
+            *_tensors(table),
             unusable,
             table.clipped,
-            table.rows,
-            table.first_step,
-            *_words(noise.seed),
-            _signed(noise.source),
-            float(noise.sign),
-            noise.ess,
-            noise.damping,
+            *_numbers(table, noise),
             step.scale,
             step.lr if lr_on_device else float(step.lr),
             1 - beta1,
@@ -98,17 +71,12 @@ def step(table: Table, step: Step) -> None:
             CLIPS=step.clips,
             FORGETS=step.start_weight != 1,
             LR_ON_DEVICE=lr_on_device,
-            DTYPE=_TYPES[table.weight_dtype],
-            GRAD_DTYPE=_TYPES[table.grad_dtype],
-            HAS_MEAN=Role.MEAN in table.roles,
+            GRAD_DTYPE=_TYPES[table.dtypes[Role.GRAD]],
+            MOMENTUM_DTYPE=_TYPES[table.dtypes[Role.MOMENTUM]],
+            STAND_IN=_stand_in(table),
             HAS_MOMENTUM=Role.MOMENTUM in table.roles,
             HAS_PRIOR_MEAN=Role.PRIOR_MEAN in table.roles,
-            HAS_PRIOR_PRECISION=Role.PRIOR_PRECISION in table.roles,
-            ALIGNED=table.aligned,
-            DIMS=table.dims,
-            ALIKE=table.alike,
-            INDEX=tl.int32 if table.longest < 2**31 else tl.int64,
-            BLOCK=block,
+            **_flags(table, block),
             **options,
         )
     if INTERPRETED:
@@ -134,6 +102,39 @@ def normal(out: Tensor, start: int, *, seed: int, parameter: int, step: int | Te
             BLOCKS=blocks,
             **_OPTIONS,
         )
+
+
+def _tensors(table: Table) -> tuple[Tensor | None, ...]:
+    """What both kernels read of a table."""
+    return table.columns, table.tile_rows, table.geometry, table.steps, table.floors
+
+
+def _numbers(table: Table, noise: Noise) -> tuple[float, ...]:
+    """Where both kernels find the noise of a sample, and how wide it is."""
+    where = (table.rows, table.first_step, *_words(noise.seed), _signed(noise.source))
+    return *where, float(noise.sign), noise.ess, noise.damping
+
+
+def _flags(table: Table, block: int) -> dict[str, Any]:
+    """What both kernels are told about a table when they are compiled."""
+    return {
+        "DTYPE": _TYPES[table.dtypes[Role.WEIGHT]],
+        "HESS_DTYPE": _TYPES[table.dtypes[Role.HESS]],
+        "MEAN_DTYPE": _TYPES[table.dtypes[Role.MEAN]],
+        "HAS_MEAN": Role.MEAN in table.roles,
+        "HAS_PRIOR_PRECISION": Role.PRIOR_PRECISION in table.roles,
+        "ALIGNED": table.aligned,
+        "DIMS": table.dims,
+        "ALIKE": table.alike,
+        "INDEX": tl.int32 if table.longest < 2**31 else tl.int64,
+        "BLOCK": block,
+    }
+
+
+def _stand_in(table: Table) -> int:
+    """What is read in place of a gradient that is not there: a tensor whose elements are no narrower than any."""
+    candidates = (Role.HESS, Role.MEAN, Role.WEIGHT)
+    return int(next(role for role in candidates if role in table.roles and table.dtypes[role] == COMPUTE))
 
 
 def _on(device: torch.device) -> Any:

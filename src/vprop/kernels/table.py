@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+COMPUTE = torch.float32
+"""What kernels compute in. What tensors are kept in is another matter: a table says it for each role."""
+
 TILE = 4096
 """Elements that are handled together; a multiple of four, because four share a call of the generator."""
 
@@ -27,13 +30,13 @@ class Role(enum.IntEnum):
     HESS = 1
     MOMENTUM = 2
     MEAN = 3
-    """float32, of bfloat16 and float16 weights"""
+    """Of bfloat16 and float16 weights, which are too coarse to hold it."""
     PRIOR_MEAN = 4
     PRIOR_PRECISION = 5
     GRAD = 6
     """A null pointer says that the parameter takes no part in this step."""
     OTHER = 7
-    """ĥ, or the gradient of the first sample of a pair: float32"""
+    """ĥ, or the gradient of the first sample of a pair"""
 
 
 class Column(enum.IntEnum):
@@ -130,6 +133,7 @@ def _tile_rows(sizes: Sequence[int], device: torch.device) -> Tensor:
 class Table:
     """The addresses of many tensors of one kind, on their device.
 
+    ``dtypes`` says what the tensors of each role are kept in, the same in all rows, whatever is computed in.
     ``steps`` counts the steps of each row, on the device, plus ``first_step`` for all of them. ``unusable`` and
     ``clipped`` are where kernels count elements. ``floors`` holds, for each row, what h+δ is not below.
     """
@@ -143,7 +147,7 @@ class Table:
     ) -> None:
         weights, hess = fixed[Role.WEIGHT], fixed[Role.HESS]
         self.device = weights[0].device
-        self.weight_dtype = self.grad_dtype = weights[0].dtype
+        self.dtypes = dict.fromkeys(Role, COMPUTE) | {role: tensors[0].dtype for role, tensors in fixed.items()}
         self.rows, self.tiles = len(weights), 0
         self.roles = frozenset(fixed)
         self.steps, self.first_step = steps, 0
@@ -193,15 +197,16 @@ class Table:
         """
         twin = copy(self)
         twin.for_backend = None
-        twin.columns = self.columns.clone()
+        twin.columns, twin.dtypes = self.columns.clone(), dict(self.dtypes)
         twin._loose = {}
         return twin
 
-    def point(self, role: Role, pointers: list[int]) -> Tensor | None:
-        """Let a column of this step's tensors, ``GRAD`` or ``OTHER``, hold these addresses.
+    def point(self, role: Role, pointers: list[int], dtype: torch.dtype = COMPUTE) -> Tensor | None:
+        """Let a column of this step's tensors, ``GRAD`` or ``OTHER``, hold these addresses, of tensors of this dtype.
 
         Returns the memory that they are copied from, if they are: a graph in capture reads it whenever it runs.
         """
+        self.dtypes[role] = dtype
         if self._loose.get(role) == pointers:
             return None
         host = int64(pointers)

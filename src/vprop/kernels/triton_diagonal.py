@@ -1,8 +1,7 @@
-"""``functional/diagonal.py`` on tables of tensors, one pass over memory for each kernel.
+"""Samples and steps on tables of tensors, one pass over memory for each kernel; the formulas are ``triton_update.py``'s.
 
-A program handles a part of a tile, which lies in one row of the table. Flags are compile-time constants, so that a
-kernel holds only what it was asked for. Products and sums are joined (fma) only where it says so, not as the
-compiler likes (see ``cuda.py``): what is subtracted from a sample is, to the last bit, what was added to the mean.
+A program handles a part of a tile, which lies in one row of the table. Tensors are read and written in the dtype that
+the table says, and computed with in float32.
 """
 
 from __future__ import annotations
@@ -10,9 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vprop.kernels.call import LEAST_PRECISION, SMALLEST_SIZE, Curvature, Rule
+from vprop.kernels.call import Curvature, Rule
 from vprop.kernels.table import TILE, Column, Role
 from vprop.kernels.triton_noise import normals
+from vprop.kernels.triton_update import (
+    averaged_hess,
+    clip,
+    direction_of,
+    estimated,
+    over_weight_so_far,
+    plus,
+    precision_of,
+    reconciled,
+    usable_elements,
+    weight_of_all,
+)
 
 _TILE = tl.constexpr(TILE)
 _WEIGHT = tl.constexpr(int(Role.WEIGHT))
@@ -28,16 +39,9 @@ _SIZE = tl.constexpr(int(Column.SIZE))
 _PARAMETER = tl.constexpr(int(Column.PARAMETER))
 _FIRST_BLOCK = tl.constexpr(int(Column.FIRST_BLOCK))
 _FIRST_TILE = tl.constexpr(int(Column.FIRST_TILE))
-_SQUARE = tl.constexpr(int(Curvature.SQUARE))
 _PRICE = tl.constexpr(int(Curvature.PRICE))
 _PAIR = tl.constexpr(int(Curvature.PAIR))
-_GIVEN = tl.constexpr(int(Curvature.GIVEN))
-_RIEMANNIAN = tl.constexpr(int(Rule.RIEMANNIAN))
 _VADAM = tl.constexpr(int(Rule.VADAM))
-_CLAMPED_ROOT = tl.constexpr(int(Rule.CLAMPED_ROOT))
-_RIEMANNIAN_ROOT = tl.constexpr(int(Rule.RIEMANNIAN_ROOT))
-_LEAST_PRECISION = tl.constexpr(LEAST_PRECISION)
-_SMALLEST_SIZE = tl.constexpr(SMALLEST_SIZE)
 
 
 @triton.jit
@@ -88,9 +92,19 @@ def _place(geometry, row, element, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDE
 
 @triton.jit
 def _read(pointers, mask, MASKED: tl.constexpr):
-    """Values as float32. Without a mask loads can be wide, so only the last part of a tensor has one."""
+    """Values as float32, whatever they are kept in. Without a mask loads can be wide, so only the last part of a tensor has one."""
     values = tl.load(pointers, mask=mask, other=0.0) if MASKED else tl.load(pointers)
     return values.to(tl.float32)
+
+
+@triton.jit
+def _values(
+    columns, geometry, rows, row, role, dtype: tl.constexpr, element, place, mask,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Elements of a tensor that is only read."""
+    pointers = _pointers(columns, geometry, rows, row, role, dtype, element, place, ALIGNED, DIMS, ALIKE, INDEX)
+    return _read(pointers, mask, MASKED)
 
 
 @triton.jit
@@ -102,87 +116,78 @@ def _write(pointers, values, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _plus(x, factor, y):
-    """x + factor·y, rounded once."""
-    return tl.fma(y, tl.zeros_like(y) + factor, x)
-
-
-@triton.jit
-def _precision(hess, ess, damping, floor):
-    return ess * tl.maximum(tl.maximum(hess + damping, _LEAST_PRECISION * damping), floor)
-
-
-@triton.jit
-def _reconciled(mean, weight, dtype: tl.constexpr):
-    """The float32 mean, or the weight where somebody else wrote to it."""
-    return tl.where(mean.to(dtype).to(tl.float32) == weight, mean, weight)
-
-
-@triton.jit(do_not_specialize=["rows", "first_step", "source", "sign", "key0", "key1", "ess", "damping"])
-def perturb_kernel(
-    columns, tile_rows, geometry, steps, floors, rows, first_step, key0, key1, source, sign, ess, damping,
-    RESTORE: tl.constexpr, DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write a sample into the weights, or take it out again."""
+def _part_of(columns, tile_rows, rows, BLOCK: tl.constexpr):
+    """Where a program works: the row of the table, its first element there, and how many elements the row has."""
     part = tl.program_id(0)
     tile = part // (_TILE // BLOCK)
     row = tl.load(tile_rows + tile).to(tl.int64)
     size = tl.load(columns + _SIZE * rows + row)
     tile_in_row = tile - tl.load(columns + _FIRST_TILE * rows + row)
-    start = tile_in_row * _TILE + (part % (_TILE // BLOCK)) * BLOCK
+    return row, tile_in_row * _TILE + (part % (_TILE // BLOCK)) * BLOCK, size
+
+
+@triton.jit(do_not_specialize=["rows", "first_step", "source", "sign", "key0", "key1", "ess", "damping"])
+def perturb_kernel(
+    columns, tile_rows, geometry, steps, floors, rows, first_step, key0, key1, source, sign, ess, damping,
+    RESTORE: tl.constexpr, DTYPE: tl.constexpr, HESS_DTYPE: tl.constexpr, MEAN_DTYPE: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a sample into the weights, or take it out again."""
+    row, start, size = _part_of(columns, tile_rows, rows, BLOCK)
     step = first_step + tl.load(steps + row)
     parameter = tl.load(columns + _PARAMETER * rows + row)
     floor = tl.load(floors + row)
     if start + BLOCK <= size:
         _perturb(
             columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping, floor,
-            RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, False,
+            RESTORE, DTYPE, HESS_DTYPE, MEAN_DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION,
+            ALIGNED, DIMS, ALIKE, INDEX, BLOCK, False,
         )  # fmt: skip
     elif start < size:
         _perturb(
             columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping, floor,
-            RESTORE, DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, True,
+            RESTORE, DTYPE, HESS_DTYPE, MEAN_DTYPE, HAS_MEAN, HAS_PRIOR_PRECISION,
+            ALIGNED, DIMS, ALIKE, INDEX, BLOCK, True,
         )  # fmt: skip
 
 
 @triton.jit
 def _perturb(
     columns, geometry, rows, row, start, size, parameter, step, key0, key1, source, sign, ess, damping, floor,
-    RESTORE: tl.constexpr, DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    RESTORE: tl.constexpr, DTYPE: tl.constexpr, HESS_DTYPE: tl.constexpr, MEAN_DTYPE: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr, ALIGNED: tl.constexpr, DIMS: tl.constexpr,
+    ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     element = start + tl.arange(0, BLOCK)
     mask = element < size
     place = _place(geometry, row, element, DIMS, ALIKE, INDEX)
     weights = _pointers(columns, geometry, rows, row, _WEIGHT, DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX)
     if HAS_MEAN:
-        means = _pointers(columns, geometry, rows, row, _MEAN, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX)
+        means = _pointers(columns, geometry, rows, row, _MEAN, MEAN_DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX)
         mean = _read(means, mask, MASKED)
         if not RESTORE:
-            mean = _reconciled(mean, _read(weights, mask, MASKED), DTYPE)
+            mean = reconciled(mean, _read(weights, mask, MASKED), DTYPE)
             _write(means, mean, mask, MASKED)
     else:
         mean = _read(weights, mask, MASKED)
     if RESTORE and HAS_MEAN:
         _write(weights, mean, mask, MASKED)
     else:
-        hess = _read(
-            _pointers(columns, geometry, rows, row, _HESS, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX),
-            mask,
-            MASKED,
+        hess = _values(
+            columns, geometry, rows, row, _HESS, HESS_DTYPE, element, place, mask, ALIGNED, DIMS, ALIKE, INDEX, MASKED
         )
         if HAS_PRIOR_PRECISION:
-            precisions = _pointers(
-                columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
-            )
-            damping = _read(precisions, mask, MASKED) / ess
+            damping = _values(
+                columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, place, mask,
+                ALIGNED, DIMS, ALIKE, INDEX, MASKED,
+            ) / ess  # fmt: skip
         block = tl.load(columns + _FIRST_BLOCK * rows + row) + start // 4
         noise = normals(block, parameter, step, source, key0, key1, BLOCK // 4)
-        offset = noise * tl.rsqrt(_precision(hess, ess, damping, floor))
+        offset = noise * tl.rsqrt(precision_of(hess, ess, damping, floor))
         if RESTORE:
             sign = -sign
-        _write(weights, _plus(mean, sign, offset), mask, MASKED)
+        _write(weights, plus(mean, sign, offset), mask, MASKED)
 
 
 @triton.jit(
@@ -198,17 +203,13 @@ def step_kernel(
     weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign, start_weight, inverse_gradient_scale,
     SAMPLED: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
     CLIPS: tl.constexpr, FORGETS: tl.constexpr, LR_ON_DEVICE: tl.constexpr,
-    DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HESS_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr,
+    MEAN_DTYPE: tl.constexpr, STAND_IN: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One step: the sample out, mean and curvature updated."""
-    part = tl.program_id(0)
-    tile = part // (_TILE // BLOCK)
-    row = tl.load(tile_rows + tile).to(tl.int64)
-    size = tl.load(columns + _SIZE * rows + row)
-    tile_in_row = tile - tl.load(columns + _FIRST_TILE * rows + row)
-    start = tile_in_row * _TILE + (part % (_TILE // BLOCK)) * BLOCK
+    row, start, size = _part_of(columns, tile_rows, rows, BLOCK)
     if LR_ON_DEVICE:
         lr = tl.load(lr).to(tl.float32)
     if start + BLOCK <= size:
@@ -216,16 +217,18 @@ def step_kernel(
             columns, geometry, steps, floors, unusable, clipped, rows, row, start, size,
             first_step, key0, key1, source, sign, ess, damping, scale, lr,
             weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign, start_weight, inverse_gradient_scale,
-            SAMPLED, CURVATURE, RULE, CLIPS, FORGETS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
-            HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, False,
+            SAMPLED, CURVATURE, RULE, CLIPS, FORGETS, DTYPE, GRAD_DTYPE, HESS_DTYPE, MOMENTUM_DTYPE, MEAN_DTYPE,
+            STAND_IN, HAS_MEAN, HAS_MOMENTUM, HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION,
+            ALIGNED, DIMS, ALIKE, INDEX, BLOCK, False,
         )  # fmt: skip
     elif start < size:
         _step(
             columns, geometry, steps, floors, unusable, clipped, rows, row, start, size,
             first_step, key0, key1, source, sign, ess, damping, scale, lr,
             weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign, start_weight, inverse_gradient_scale,
-            SAMPLED, CURVATURE, RULE, CLIPS, FORGETS, DTYPE, GRAD_DTYPE, HAS_MEAN, HAS_MOMENTUM,
-            HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION, ALIGNED, DIMS, ALIKE, INDEX, BLOCK, True,
+            SAMPLED, CURVATURE, RULE, CLIPS, FORGETS, DTYPE, GRAD_DTYPE, HESS_DTYPE, MOMENTUM_DTYPE, MEAN_DTYPE,
+            STAND_IN, HAS_MEAN, HAS_MOMENTUM, HAS_PRIOR_MEAN, HAS_PRIOR_PRECISION,
+            ALIGNED, DIMS, ALIKE, INDEX, BLOCK, True,
         )  # fmt: skip
 
 
@@ -234,12 +237,12 @@ def _step(
     columns, geometry, steps, floors, unusable, clipped, rows, row, start, size,
     first_step, key0, key1, source, sign, ess, damping, scale, lr,
     weight1, weight2, log_beta1, log_beta2, clip_radius, grad_sign, start_weight, inverse_gradient_scale,
-    SAMPLED: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr,
-    CLIPS: tl.constexpr, FORGETS: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_MOMENTUM: tl.constexpr, HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, DIMS: tl.constexpr, ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    SAMPLED: tl.constexpr, CURVATURE: tl.constexpr, RULE: tl.constexpr, CLIPS: tl.constexpr, FORGETS: tl.constexpr,
+    DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, HESS_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr,
+    MEAN_DTYPE: tl.constexpr, STAND_IN: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    HAS_PRIOR_MEAN: tl.constexpr, HAS_PRIOR_PRECISION: tl.constexpr, ALIGNED: tl.constexpr, DIMS: tl.constexpr,
+    ALIKE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    SUMS: tl.constexpr = FORGETS and RULE != _RIEMANNIAN and RULE != _RIEMANNIAN_ROOT
     element = start + tl.arange(0, BLOCK)
     mask = element < size
     place = _place(geometry, row, element, DIMS, ALIKE, INDEX)
@@ -249,130 +252,83 @@ def _step(
     floor = tl.load(floors + row)
 
     # All reads come first, so that they are under way while the noise is made. A parameter that takes no part has no
-    # gradient: its curvature is read in place of it, and counts as zero.
+    # gradient: what is as wide at least (STAND_IN) is read in place of it, and counts as zero.
     takes_part = tl.load(columns + _GRAD * rows + row) != 0
     present = tl.where(takes_part, 1.0, 0.0)
     weights = _pointers(columns, geometry, rows, row, _WEIGHT, DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX)
-    hesses = _pointers(columns, geometry, rows, row, _HESS, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX)
-    grad_column = tl.where(takes_part, _GRAD, _HESS)
-    grads = _pointers(
-        columns, geometry, rows, row, grad_column, GRAD_DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX
-    )
-    grad = tl.where(takes_part, _read(grads, mask, MASKED), 0.0)
+    hesses = _pointers(columns, geometry, rows, row, _HESS, HESS_DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX)
+    grad = _values(
+        columns, geometry, rows, row, tl.where(takes_part, _GRAD, STAND_IN), GRAD_DTYPE, element, place, mask,
+        ALIGNED, DIMS, ALIKE, INDEX, MASKED,
+    )  # fmt: skip
+    grad = tl.where(takes_part, grad, 0.0)
     hess = _read(hesses, mask, MASKED)
     if HAS_MEAN:
-        means = _pointers(columns, geometry, rows, row, _MEAN, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX)
+        means = _pointers(columns, geometry, rows, row, _MEAN, MEAN_DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX)
         mean = _read(means, mask, MASKED)
         if not SAMPLED:
-            mean = _reconciled(mean, _read(weights, mask, MASKED), DTYPE)
+            mean = reconciled(mean, _read(weights, mask, MASKED), DTYPE)
     else:
         mean = _read(weights, mask, MASKED)
     if HAS_MOMENTUM:
         momenta = _pointers(
-            columns, geometry, rows, row, _MOMENTUM, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
+            columns, geometry, rows, row, _MOMENTUM, MOMENTUM_DTYPE, element, place, ALIGNED, DIMS, ALIKE, INDEX
         )
         momentum = _read(momenta, mask, MASKED)
+    other = grad
     if CURVATURE >= _PAIR:
-        other_column = tl.where(takes_part, _OTHER, _HESS)
-        others = _pointers(
-            columns, geometry, rows, row, other_column, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
-        )
-        other = tl.where(takes_part, _read(others, mask, MASKED), 0.0)
+        other = _values(
+            columns, geometry, rows, row, tl.where(takes_part, _OTHER, STAND_IN), tl.float32, element, place, mask,
+            ALIGNED, DIMS, ALIKE, INDEX, MASKED,
+        )  # fmt: skip
+        other = tl.where(takes_part, other, 0.0)
     if HAS_PRIOR_PRECISION:
-        precisions = _pointers(
-            columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
-        )
-        damping = _read(precisions, mask, MASKED) / ess
+        damping = _values(
+            columns, geometry, rows, row, _PRIOR_PRECISION, tl.float32, element, place, mask,
+            ALIGNED, DIMS, ALIKE, INDEX, MASKED,
+        ) / ess  # fmt: skip
 
     # The mean. The noise also enters Price's curvature.
+    noise, inverse_deviation = grad, grad  # not read, if not made here
     if (SAMPLED and not HAS_MEAN) or CURVATURE == _PRICE:
         sampled_at = tl.where(takes_part, count - 1, count)
         noise = normals(block, parameter, sampled_at, source, key0, key1, BLOCK // 4)
-        precision = _precision(hess, ess, damping, floor)
+        precision = precision_of(hess, ess, damping, floor)
         deviation = tl.rsqrt(precision)
         if SAMPLED and not HAS_MEAN:
-            mean = _plus(mean, -sign, noise * deviation)
+            mean = plus(mean, -sign, noise * deviation)
+        inverse_deviation = precision * deviation
 
-    # The gradient and the curvature.
-    # From here on ``before`` is h, or nothing where the average is a sum, in which h weighs what is left of it: a start
-    # that is to be forgotten can be so large that the difference to it says nothing.
-    before = tl.zeros_like(hess) if SUMS else hess
-    if CURVATURE == _SQUARE:
-        excess = _plus(-before, scale, grad * grad)  # ĥ − h
-        grad = grad_sign * grad
-    else:
-        grad = grad_sign * grad
-        if CURVATURE == _PRICE:
-            excess = _plus(-before, sign, grad * noise * (precision * deviation))
-        elif CURVATURE == _PAIR:
-            half_difference = (other - grad) * 0.5
-            excess = _plus(-before, scale, half_difference * half_difference)
-            grad = other + 0.5 * (grad - other)
-        else:
-            excess = _plus(-before, scale, other)
-
-    # The averages.
+    # The averages. ``before`` is h, or nothing where the average forgets its start and is a sum, in which h weighs what
+    # is left of it: such a start can be so large that the difference to it says nothing.
+    before = tl.zeros_like(hess) if FORGETS else hess
+    grad, excess = estimated(before, grad, other, noise, inverse_deviation, scale, sign, grad_sign, CURVATURE)
+    distance = mean
     if HAS_PRIOR_MEAN:
-        prior_means = _pointers(
-            columns, geometry, rows, row, _PRIOR_MEAN, tl.float32, element, place, ALIGNED, DIMS, ALIKE, INDEX
-        )
-        distance = mean - _read(prior_means, mask, MASKED)
-    else:
-        distance = mean
+        distance = mean - _values(
+            columns, geometry, rows, row, _PRIOR_MEAN, tl.float32, element, place, mask,
+            ALIGNED, DIMS, ALIKE, INDEX, MASKED,
+        )  # fmt: skip
     if FORGETS:
-        beta2, total = 1.0 - weight2, _weight_of_all(log_beta2, count, start_weight)
+        beta2, total = 1.0 - weight2, weight_of_all(log_beta2, count, start_weight)
         weight2 = weight2 / total
-        if SUMS:
-            before = beta2 * _weight_of_all(log_beta2, count - 1, start_weight) / total * hess
-    if RULE == _RIEMANNIAN or RULE == _RIEMANNIAN_ROOT:
-        change = weight2 * excess
-        positive = tl.maximum(hess + damping, _LEAST_PRECISION * damping)
-        new_hess = hess + change + 0.5 * (change * change) / positive
-        least = (_LEAST_PRECISION - 1.0) * damping
-        new_hess = tl.where(new_hess < least, least, new_hess)  # NaN stays, to be found
-    else:
-        new_hess = _plus(before, weight2, excess)
-        new_hess = tl.where(new_hess < 0.0, 0.0, new_hess)
+        before = beta2 * weight_of_all(log_beta2, count - 1, start_weight) / total * hess
+    new_hess = averaged_hess(hess, before, excess, weight2, damping, RULE)
     averaged = grad
     if RULE == _VADAM:
-        averaged = _plus(grad, damping, distance)
+        averaged = plus(grad, damping, distance)
     if HAS_MOMENTUM:
-        new_momentum = _plus(momentum, weight1, averaged - momentum)
-        averaged = new_momentum * _over_weight_so_far(log_beta1, count)
+        new_momentum = plus(momentum, weight1, averaged - momentum)
+        averaged = new_momentum * over_weight_so_far(log_beta1, count)
 
-    # The step.
-    if RULE == _VADAM:
-        direction = averaged / (tl.sqrt(new_hess * _over_weight_so_far(log_beta2, count)) + damping)
-    elif RULE == _CLAMPED_ROOT or RULE == _RIEMANNIAN_ROOT:
-        squared_size = new_hess * inverse_gradient_scale
-        squared_size = tl.where(squared_size < 0.0, 0.0, squared_size)
-        pull = damping * distance
-        prior_square = pull * pull + damping * damping / _precision(new_hess, ess, damping, floor)
-        direction = (averaged + pull) / (tl.sqrt(squared_size + prior_square) + _SMALLEST_SIZE)
-    else:
-        # x/y as x·(1/√y)², for y > 0: a third of the instructions of a division, and as exact to a unit or two.
-        bounded = new_hess + damping
-        root = tl.rsqrt(tl.where(bounded < floor, floor, bounded))
-        direction = _plus(averaged, damping, distance) * (root * root)
+    # The step. What is not finite is left out.
+    direction = direction_of(
+        averaged, distance, new_hess, log_beta2, count, ess, damping, floor, inverse_gradient_scale, RULE
+    )
     if CLIPS:
-        too_far = tl.abs(direction) * present > clip_radius
-        if MASKED:
-            too_far = too_far & mask
-        tl.atomic_add(clipped, tl.sum(too_far.to(tl.int64)), sem="relaxed")
-        direction = tl.where(direction > clip_radius, clip_radius, direction)
-        direction = tl.where(direction < -clip_radius, -clip_radius, direction)
-    new_mean = _plus(mean, -lr, direction)
-
-    # What is not finite is left out: x·0 is NaN for NaN and infinity, and only for them.
-    zero = _plus(new_hess * 0.0, 0.0, new_mean)
-    if CURVATURE == _GIVEN or CURVATURE == _PRICE:  # else an infinite gradient makes an infinite curvature
-        zero = _plus(zero, 0.0, grad)
-    lost = zero != 0.0
-    if MASKED:
-        lost = lost & mask
-    # One counter for each lane, because to bring them together would cost more than the rest of the bookkeeping.
-    tl.atomic_add(unusable + tl.arange(0, BLOCK), tl.full([BLOCK], 1, tl.int32), mask=lost, sem="relaxed")
-    usable = zero == present - 1.0  # never, if it takes no part
+        direction = clip(direction, clip_radius, present, mask, clipped, MASKED)
+    new_mean = plus(mean, -lr, direction)
+    usable = usable_elements(new_mean, new_hess, grad, present, mask, unusable, CURVATURE, BLOCK, MASKED)
     new_mean, new_hess = tl.where(usable, new_mean, mean), tl.where(usable, new_hess, hess)
     _write(hesses, new_hess, mask, MASKED)
     if HAS_MOMENTUM:
@@ -380,19 +336,3 @@ def _step(
     if HAS_MEAN:
         _write(means, new_mean, mask, MASKED)
     _write(weights, new_mean, mask, MASKED)
-
-
-@triton.jit
-def _weight_of_all(log_beta, count, start_weight):
-    """1 − (1−w₀)βᵗ; w₀ itself before the first step."""
-    known = tl.where(count > 0, 1.0 / _over_weight_so_far(log_beta, count), 0.0)
-    return known + start_weight * (1.0 - known)
-
-
-@triton.jit
-def _over_weight_so_far(log_beta, count):
-    """1/(1 − βᵗ). The difference would lose its digits near one, where the series of eˣ−1 keeps them."""
-    x = tl.maximum(count, 1).to(tl.float32) * log_beta
-    series = 1.0 + x * (1.0 / 6.0) * (1.0 + x * (1.0 / 7.0) * (1.0 + x * 0.125))
-    series = 1.0 + x * 0.5 * (1.0 + x * (1.0 / 3.0) * (1.0 + x * 0.25 * (1.0 + x * 0.2 * series)))
-    return 1.0 / tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))

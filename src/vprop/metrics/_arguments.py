@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vprop.checks import is_number, shown
+from vprop import checks
+from vprop.checks import is_number
 
 MOST_BINS = 1_000_000
 
@@ -44,15 +45,13 @@ def real(name: str, value: object) -> Tensor:
 def check_bins(bins: int) -> None:
     """Refuse a number of bins that is none."""
     if not is_number(bins, whole=True) or not 1 <= bins <= MOST_BINS:
-        raise ValueError(
-            f"Invalid bins={shown(bins)}: must be an integer >= 1 (and <= {MOST_BINS}). 15 is the default."
-        )
+        raise checks.invalid("bins", bins, f"an integer >= 1 (and <= {MOST_BINS})", "15 is the default.")
 
 
 def check_level(level: float) -> None:
     """Refuse a probability that no interval can have."""
     if not is_number(level) or not 0 < level < 1:
-        raise ValueError(f"Invalid level={shown(level)}: must be a number in (0, 1). Use 0.9 for an interval of 90 %.")
+        raise checks.invalid("level", level, "a number in (0, 1)", "Use 0.9 for an interval of 90 %.")
 
 
 def has_nan(*tensors: Tensor) -> bool:

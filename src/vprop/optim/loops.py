@@ -6,9 +6,8 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,30 +20,13 @@ from vprop.optim import refusals
 from vprop.optim.checkpoints import is_asked_for_state
 from vprop.optim.closures import mean_result
 from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached
-from vprop.optim.old_gradients import kept_gradients, refuse_kept, refuse_old_gradients
+from vprop.optim.old_gradients import ClosureWatch
 from vprop.optim.resolution import Resolution
 from vprop.optim.sampling import Holder, Sampling, forget_casts, gradient_marks, note_hooks, was_idle
 from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.seeds import SeedCheck
 from vprop.parallel.sharding import is_sharded
 from vprop.structures import GroupStep, Structure
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def at_the_mean(method: Method) -> Method:
-    """For methods that read the weights: the mean is in them meanwhile, and a sample that is held, again afterwards."""
-
-    @wraps(method)
-    def wrapped(self: TrainingLoops, *args: Any, **kwargs: Any) -> Any:
-        self._sampling.refuse_inside_sample(f"{method.__name__}()")
-        self._sampling.begin_look()
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self._sampling.end_look()
-
-    return wrapped  # type: ignore[return-value]
 
 
 @dataclass
@@ -61,10 +43,8 @@ class LoopState:
     block_was_idle: bool = False
     """Whether the last `with optimizer.sampled_params():` block ended without a backward."""
     warned_of_repetition: bool = False
-    cleared: bool = False
-    """Whether ``zero_grad`` was called since the closure began."""
-    clearing_closure: Any = None
-    """The code of the last closure, if it is known to call ``zero_grad``."""
+    watch: ClosureWatch = field(default_factory=ClosureWatch)
+    """Whether closures clear the gradients that are there before them."""
 
 
 class TrainingLoops(Optimizer):
@@ -167,8 +147,9 @@ class TrainingLoops(Optimizer):
             for sample in range(max(1, steps[0].samples)):
                 self._enter(sample, Holder.CALLER, steps)
                 with torch.enable_grad():
-                    fresh = not begun and sample == 0 and steps[0].samples > 0
-                    loss = self._call(closure) if fresh else closure()
+                    # If no gradient can have been taken at the sample, there must be none that the closure adds to.
+                    fresh = not begun and sample == 0 and steps[0].samples > 0 and not isinstance(closure, Objective)
+                    loss = self._loop.watch.call(closure, self._params) if fresh else closure()
                 losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
                 if structure.needs_objective:
                     structure.observe(closure, sample)  # type: ignore[arg-type]
@@ -182,32 +163,13 @@ class TrainingLoops(Optimizer):
             return losses[0]
         return None if any(loss is None for loss in losses) else mean_result(losses)
 
-    def _call(self, closure: Callable[[], Any]) -> Any:
-        """Call a closure before whose sample no gradient can have been taken; it must clear those that are there.
-
-        Once it has called our ``zero_grad`` it is known to; until then, and when it has not, it is watched closely.
-        """
-        if isinstance(closure, Objective):
-            return closure()
-        loop, code = self._loop, getattr(closure, "__code__", type(closure))
-        known, loop.clearing_closure, loop.cleared = loop.clearing_closure is code, None, False
-        if known:
-            kept = kept_gradients(self._params)
-            result = closure()
-            if not loop.cleared:
-                refuse_kept(kept, result)
-        else:
-            result = refuse_old_gradients(closure, self._params)
-        loop.clearing_closure = code if loop.cleared else None
-        return result
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; between two samples of one step, fold the first one's before."""
         sampling = self._sampling
         waits = sampling.holder is None and sampling.open_sample is not None
         if waits and sampling.drawn_samples < self._structure.groups[0].samples:
             self._fold_open_sample()
-        self._loop.asked_by_grad_scaler, self._loop.cleared = False, True
+        self._loop.asked_by_grad_scaler, self._loop.watch.cleared = False, True
         if self._resolution.several_ranks:
             self._structure.own_gradients.clear()
         super().zero_grad(set_to_none=set_to_none)
@@ -387,11 +349,7 @@ class TrainingLoops(Optimizer):
         owned = {id(p) for p in model.parameters()}
         foreign = sum(id(p) not in owned for p in params)
         if foreign:
-            raise ValueError(
-                f"attach(model): {foreign} of the optimizer's parameters are not parameters of this model. Attach the "
-                "module the optimizer was built from (not a copy), or one that contains all of them. weight_norm and "
-                "the like replace parameters: build the optimizer after them."
-            )
+            refusals.refuse_foreign(foreign)
         attachment = Attachment(self, model)
         self._loop.attached = True
         note_hooks(self._sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,33 @@ NOTHING_DONE = (
     "Trainer(callbacks=[vprop.integrations.lightning.PosteriorCallback()]) or "
     "`with optimizer.sampled_params():` (mc_samples=1), or pass your own closure to step()."
 )
+
+
+@dataclass
+class ClosureWatch:
+    """Sees to it that closures clear the gradients that are there before them, and knows the last one that did.
+
+    A plain object with its own state, as ``LoopState`` is.
+    """
+
+    cleared: bool = False
+    """Whether the optimizer's ``zero_grad`` was called since the closure began."""
+    known: Any = None
+    """The code of the last closure, if it is known to call ``zero_grad``."""
+
+    def call(self, closure: Callable[[], Any], params: Sequence[Tensor]) -> Any:
+        """Call a closure that must clear the gradients. Until it is known to, and when it has not, it is watched."""
+        code = getattr(closure, "__code__", type(closure))
+        known, self.known, self.cleared = self.known is code, None, False
+        if known:
+            kept = _kept_gradients(params)
+            result = closure()
+            if not self.cleared:
+                _refuse_kept(kept, result)
+        else:
+            result = _watched_call(closure, params)
+        self.known = code if self.cleared else None
+        return result
 
 
 class _OldGradient:
@@ -64,7 +92,7 @@ Kept = tuple[Tensor, Tensor, int]
 """A parameter, the gradient that it had, and how often that had been written to."""
 
 
-def kept_gradients(params: Sequence[Tensor]) -> list[Kept]:
+def _kept_gradients(params: Sequence[Tensor]) -> list[Kept]:
     """The gradients of the first and the last parameter before a closure that is known to clear them."""
     kept = []
     for p in (params[0], params[-1]):
@@ -74,7 +102,7 @@ def kept_gradients(params: Sequence[Tensor]) -> list[Kept]:
     return kept
 
 
-def refuse_kept(kept: list[Kept], result: Any) -> None:
+def _refuse_kept(kept: list[Kept], result: Any) -> None:
     """An error if a closure that did not clear gradients this time added to old ones, or relied on them.
 
     Another closure can look the same (a decorator makes all of them alike), and clear in a way of its own: gradients
@@ -87,7 +115,7 @@ def refuse_kept(kept: list[Kept], result: Any) -> None:
         raise RuntimeError(NOTHING_DONE)
 
 
-def refuse_old_gradients(closure: Callable[[], Any], params: Sequence[Tensor]) -> Any:
+def _watched_call(closure: Callable[[], Any], params: Sequence[Tensor]) -> Any:
     """Call a closure; an error if it adds to gradients that the parameters have, or relies on them.
 
     For closures that are not known to clear the gradients. Two parameters are watched, the first and the last that

@@ -30,13 +30,9 @@ from vprop.optim._arguments import (
 from vprop.optim._group_keys import check_entries, drop_duplicates
 from vprop.optim.hyperparameters import Basic, Hyperparameter, check_hyperparameters, check_samples, declared_in
 from vprop.optim.loading import METHOD, check_is_mapping
-from vprop.optim.loops import LoopState, TrainingLoops, at_the_mean
+from vprop.optim.loops import LoopState, TrainingLoops
 from vprop.optim.resolution import Resolution, check_sample_counts
-from vprop.optim.sampling import (
-    Sampling,
-    note_hooks,
-    release_samples,
-)
+from vprop.optim.sampling import Sampling, at_the_mean, note_hooks, release_samples
 from vprop.parallel.seeds import SeedCheck
 from vprop.posterior import Posterior
 from vprop.structures import NATURAL, Diagonal, GroupStep, Marginal, RateFactor, Rule, Structure

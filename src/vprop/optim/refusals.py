@@ -112,3 +112,12 @@ REPEATED_BLOCK = (
     ".predict(x)."
 )
 """The warning for evaluation in blocks that are meant for training."""
+
+
+def refuse_foreign(count: int) -> None:
+    """An error: a model is to be attached that does not have all parameters of the optimizer."""
+    raise ValueError(
+        f"attach(model): {count} of the optimizer's parameters are not parameters of this model. Attach the "
+        "module the optimizer was built from (not a copy), or one that contains all of them. weight_norm and "
+        "the like replace parameters: build the optimizer after them."
+    )

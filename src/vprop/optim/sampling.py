@@ -8,14 +8,32 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from vprop.structures import GroupStep, Plan, Structure
 from vprop.structures.plans import KeptWeights, SetAside
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def at_the_mean(method: Method) -> Method:
+    """For methods of an optimizer that read the weights: the mean is in them, and a held sample again afterwards."""
+
+    @wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._sampling.refuse_inside_sample(f"{method.__name__}()")
+        self._sampling.begin_look()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._sampling.end_look()
+
+    return wrapped  # type: ignore[return-value]
 
 
 class Holder(enum.Enum):

@@ -34,7 +34,6 @@ from vprop.structures.members import (
     mean_of,
     members_of,
     named_members,
-    new_state,
     parameters_in,
 )
 from vprop.structures.plans import Plan
@@ -207,8 +206,8 @@ class Structure(ABC):
             if steps >= at_least:
                 state = self.peek_state(member)
                 hess = state.get("hess")
-                if hess is not None and hess.shape != member.p.shape:
-                    hess = None  # it is not h of the weights
+                if hess is not None:  # and if it is h of the weights
+                    hess = hess.to(compute_dtype(member.p)) if hess.shape == member.p.shape else None
                 yield Marginal(member, mean_of(member.p, state), self.variance(member, state), hess, steps)
 
     @abstractmethod
@@ -218,8 +217,16 @@ class Structure(ABC):
     # -- state -----------------------------------------------------------------------------------------------
 
     def new_state(self, member: Member) -> State:
-        """The state of a parameter before its first step."""
-        return new_state(member)
+        """The state of a parameter before its first step: the step count, and a mean of its own for coarse weights."""
+        p, device = member.p, member.p.device if member.group["capturable"] else "cpu"
+        state = {"step": torch.zeros((), dtype=torch.int64, device=device)}
+        if needs_master_copy(p):
+            state["mean"] = p.detach().to(self.dtype_of("mean", member), copy=True)
+        return state
+
+    def dtype_of(self, key: str, member: Member) -> torch.dtype:
+        """What a tensor of the state of a parameter is kept in; computed with it is in ``compute_dtype``."""
+        return self.state_spec[key].dtype_for(member.p)
 
     def peek_state(self, member: Member) -> State:
         """The state of a parameter, or what it would be, without keeping it."""

@@ -12,20 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from vprop.kernels.call import Curvature, Step
-from vprop.kernels.table import Role
+from vprop.kernels.table import COMPUTE, Role
 from vprop.noise import Stream
 from vprop.parallel.sharding import full_tensor
 from vprop.posterior import DiagonalPosterior
 from vprop.structures import floors, written
 from vprop.structures.base import MEAN, Structure, TensorSpec
 from vprop.structures.fused import Job, curvature_in_kernel
-from vprop.structures.members import (
-    GroupStep,
-    Member,
-    gradient_of,
-    local_state,
-    require_finite,
-)
+from vprop.structures.members import GroupStep, Member, gradient_of, local_state, require_finite
 from vprop.structures.packs import Pack, PackedSample, Packs, noise_of
 from vprop.structures.plans import Plan
 from vprop.structures.portable import PortableDiagonal
@@ -270,7 +264,7 @@ class Diagonal(PortableDiagonal):
             if grad is None and other is not None:
                 grads[i] = torch.zeros_like(p)
             elif other is None and grad is not None:
-                others[i] = torch.zeros_like(pack.hess[i])
+                others[i] = torch.zeros_like(pack.hess[i], dtype=COMPUTE)
         return others
 
     def _run(self, job: Job) -> None:

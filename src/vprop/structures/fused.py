@@ -18,7 +18,7 @@ from vprop.curvature.centered import AntitheticSpread, SampleSpread
 from vprop.curvature.price import Price
 from vprop.curvature.squared_gradient import MeanSquare, SquaredGradient
 from vprop.kernels.call import Curvature, Step
-from vprop.kernels.table import Role
+from vprop.kernels.table import COMPUTE, Role
 from vprop.structures.packs import Pack, PackedSample
 
 _DTYPE = attrgetter("dtype")
@@ -69,9 +69,9 @@ class Job:
             keep(table)
             table = table.for_capture()
             keep(table)
-        grads, table.grad_dtype = _of_one_kind(self.grads, present, table.weight_dtype)
+        grads, dtype = _of_one_kind(self.grads, present, table.dtypes[Role.WEIGHT])
         held = [pack.in_layout(grads, present)]  # copies must live until the kernel is launched
-        hosts = [table.point(Role.GRAD, _addresses(held[0], missing))]
+        hosts = [table.point(Role.GRAD, _addresses(held[0], missing), dtype)]
         if self.others:
             present = [t for t, out in zip(self.others, missing, strict=True) if not out]
             held.append(pack.in_layout(self.others, present))
@@ -107,10 +107,10 @@ def _addresses(tensors: list[Any], missing: list[bool]) -> list[int]:
 
 
 def _of_one_kind(tensors: list[Any], present: list[Tensor], usual: torch.dtype) -> tuple[list[Any], torch.dtype]:
-    """The gradients with their dtype: as they are if a kernel can read them, else in float32."""
+    """The gradients with their dtype: as they are if a kernel can read them, else in that of the arithmetic."""
     if not present:
         return tensors, usual
     dtypes = set(map(_DTYPE, present))
     if len(dtypes) == 1 and dtypes <= set(kernels.DTYPES) and not any(map(Tensor.is_neg, present)):
         return tensors, dtypes.pop()
-    return [None if t is None else t.resolve_neg().to(torch.float32) for t in tensors], torch.float32
+    return [None if t is None else t.resolve_neg().to(COMPUTE) for t in tensors], COMPUTE

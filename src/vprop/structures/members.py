@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from vprop import noise
+from vprop.checks import invalid
 from vprop.curvature import CurvatureEstimator
 from vprop.kernels.call import Rule as KernelRule
 from vprop.objective import Objective
 from vprop.parallel.ranks import rank_and_count
 from vprop.parallel.sharding import local_grad, to_local
-from vprop.precision import compute_dtype, needs_master_copy
+from vprop.precision import compute_dtype
 from vprop.structures.rules import Rule
 
 State = dict[str, Tensor]
@@ -79,6 +80,8 @@ class GroupStep:
         """What the first curvature weighs, of the weights of all values that the average remembers."""
         if self.init_steps is None:
             return 1.0
+        if not self.rule.forgets_start:  # of a group that was edited: the constructors refuse it
+            raise invalid("init_steps", self.init_steps, "None with a riemannian average", "It keeps its start.")
         return min(1.0, self.init_steps * (1 - self.group["betas"][1]))
 
 
@@ -164,15 +167,6 @@ def fill_members(step: GroupStep, first_number: int) -> None:
             step.members.append(Member(p, to_local(p), first_number + position, position, step))
 
 
-def new_state(member: Member) -> State:
-    """The state that every structure keeps: the step count, and a float32 mean for coarse weights."""
-    p = member.p
-    state = {"step": torch.zeros((), dtype=torch.int64, device=p.device if member.group["capturable"] else "cpu")}
-    if needs_master_copy(p):
-        state["mean"] = p.detach().to(compute_dtype(p), copy=True)
-    return state
-
-
 def local_state(state: State) -> State:
     """The state of the part of a parameter that lies on this rank, in the same memory."""
     return {key: to_local(value) for key, value in state.items()}
@@ -186,7 +180,7 @@ def mean_of(p: Tensor, state: State) -> Tensor:
     """
     if "mean" not in state:
         return p.detach()
-    mean = state["mean"]
+    mean = state["mean"].to(compute_dtype(p))
     return torch.where(mean.to(p.dtype) == p, mean, p.to(mean.dtype))
 
 

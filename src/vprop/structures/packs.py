@@ -14,11 +14,10 @@ from torch import Tensor
 
 from vprop import kernels
 from vprop.kernels.call import Curvature, Noise
-from vprop.kernels.table import Role, Table, int64
+from vprop.kernels.table import COMPUTE, Role, Table, int64
 from vprop.noise import Draw, Stream, source_word
 from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.sharding import block_of, local_grad, to_local
-from vprop.precision import compute_dtype
 from vprop.structures import floors
 from vprop.structures.members import GroupStep, Member, State, gradient_of, local_state, signed_sample
 from vprop.structures.written import Written
@@ -301,16 +300,16 @@ def _usual(member: Member, state: State) -> bool:
     """Whether the state is as kernels expect it; a stranger may have put something else there."""
     p = member.local
     lists = (member.step.prior_mean, member.step.prior_precision)
-    extra = [tensors[member.position] for tensors in lists if isinstance(tensors, list)]
-    tensors = [to_local(t) for t in [state[key] for key in _KEYS.values() if key in state] + extra]
+    found = [(state[key], kernels.STATE_DTYPES[role]) for role, key in _KEYS.items() if key in state]
+    found += [(tensors[member.position], (COMPUTE,)) for tensors in lists if isinstance(tensors, list)]
     step = state["step"]
     return (
         isinstance(step, Tensor)
         and step.shape == ()
         and step.dtype == torch.int64
         and all(
-            type(t) is Tensor and t.dtype == compute_dtype(p) and t.device == p.device and t.shape == p.shape
-            for t in tensors
+            type(t) is Tensor and t.dtype in dtypes and t.device == p.device and t.shape == p.shape
+            for t, dtypes in [(to_local(tensor), dtypes) for tensor, dtypes in found]
         )
     )
 
@@ -321,7 +320,7 @@ def _kind(member: Member, state: State) -> tuple[Any, ...]:
     return (
         member.group_number,
         p.device,
-        p.dtype,
+        tuple(map(_DTYPE, tensors)),
         state["step"].device,
         "momentum" in state,
         p is not member.p,
@@ -382,7 +381,8 @@ class PackedSample:
             damping = noise.damping if pack.prior_precision is None else pack.prior_precision[i] / noise.ess
             floor = self.table.floors[i].clone()
             mean = to_local(state.get("mean")) if self.means is None else self.means[i]
-            entries.append(Written(member, draw, noise.sign, pack.hess[i], noise.ess, damping, floor, mean, done=True))
+            hess = pack.hess[i].to(COMPUTE)
+            entries.append(Written(member, draw, noise.sign, hess, noise.ess, damping, floor, mean, done=True))
         return entries
 
 

@@ -58,7 +58,7 @@ class PortableDiagonal(Structure):
     def new_state(self, member: Member) -> State:
         """h starts at ``hess_init``."""
         p, state = member.p, super().new_state(member)
-        dtype = self.state_spec["hess"].dtype_for(p)
+        dtype = self.dtype_of("hess", member)
         state["hess"] = torch.full_like(p, member.group["hess_init"], dtype=dtype, requires_grad=False)
         if floors.is_relative(member.step):
             state["size"] = floors.size_of(p)
@@ -69,7 +69,7 @@ class PortableDiagonal(Structure):
         for member in self.members:
             state = self.state_of(member)
             if member.group["betas"][0] > 0:
-                state["momentum"] = torch.zeros_like(state["hess"])
+                state["momentum"] = torch.zeros_like(state["hess"], dtype=self.dtype_of("momentum", member))
 
     def check_state(self, groups: list[GroupStep], state: dict[Any, State]) -> None:
         """Refuse a curvature that makes a negative variance."""
@@ -94,7 +94,8 @@ class PortableDiagonal(Structure):
 
     def _width(self, member: Member, state: State) -> tuple[Tensor, float, float | Tensor, float | Tensor]:
         """(h, ess, δ, f), which make σ² = 1/(ess·max(h+δ, f))."""
-        return state["hess"], member.ess, to_local(member.damping), self._floor(member, state)
+        hess = state["hess"].to(compute_dtype(member.p))
+        return hess, member.ess, to_local(member.damping), self._floor(member, state)
 
     def _floor(self, member: Member, state: State) -> float | Tensor:
         """f, which h+δ is not below."""
@@ -207,7 +208,7 @@ class PortableDiagonal(Structure):
         if estimator.needs_noise:
             precision = diagonal.precision(*self._width(member, state))
         factor = self.factor_of(member.step)
-        return estimator.hess(folded, factor, precision).to(state["hess"].dtype).expand_as(state["hess"])
+        return estimator.hess(folded, factor, precision).to(compute_dtype(member.p)).expand_as(state["hess"])
 
     def _update_unfused(self, members: list[Member]) -> None:
         ready = []
@@ -228,9 +229,10 @@ class PortableDiagonal(Structure):
         statistics = Folded(
             gather([f.grad for f in folded]), gather([f.product for f in folded]), count=folded[0].count
         )
-        hess = gather([s["hess"] for s in states])
+        dtype = compute_dtype(bundle[0].member.p)
+        hess = gather([s["hess"] for s in states]).to(dtype)
         damping = gather_or_number([to_local(item.member.damping) for item in bundle])
-        momentum = gather([state["momentum"] for state in states]) if group["betas"][0] > 0 else None
+        momentum = gather([state["momentum"] for state in states]).to(dtype) if group["betas"][0] > 0 else None
         floor = gather_or_number([like_parameter(self._floor(i.member, i.state), i.state["hess"]) for i in bundle])
         debiased = momentum is not None or step.rule.debiases_hess or step.start_weight < 1
         new = step.rule.function(
@@ -239,7 +241,7 @@ class PortableDiagonal(Structure):
             momentum,
             statistics.grad,
             self._bundled_estimate(bundle, statistics, hess, damping, floor),
-            step=_steps(states) if debiased else 1.0,
+            step=_steps(states, dtype) if debiased else 1.0,
             lr=group["lr"] * (rate(damping) if callable(rate) else rate),
             betas=group["betas"],
             damping=damping,
@@ -297,7 +299,7 @@ class PortableDiagonal(Structure):
                 grad = grad + to_local(member.damping) * distance
             late = grad * (1 - beta1 ** state["step"].to(grad.dtype))
             start = torch.where(torch.isfinite(grad), late, 0)  # 0·NaN is NaN, for ever
-            state["momentum"] = sharded_like(start, member.p)
+            state["momentum"] = sharded_like(start.to(self.dtype_of("momentum", member)), member.p)
 
     # -- the posterior ---------------------------------------------------------------------------------------
 
@@ -310,12 +312,12 @@ class PortableDiagonal(Structure):
         return sharded_like(self._variance(member, local_state(state)), member.p)
 
 
-def _steps(states: list[State]) -> Tensor:
+def _steps(states: list[State], dtype: torch.dtype) -> Tensor:
     """Step counts to go with gathered tensors: parameters that joined later, or sat out a step, have their own.
 
     One number for a single parameter, and one copy to the device for a bundle.
     """
     if len(states) == 1:
-        return states[0]["step"].to(states[0]["hess"].dtype)
-    counts = torch.stack([state["step"] for state in states]).to(states[0]["hess"])
+        return states[0]["step"].to(dtype)
+    counts = torch.stack([state["step"] for state in states]).to(states[0]["hess"].device, dtype)
     return gather([count.expand_as(state["hess"]) for count, state in zip(counts, states, strict=True)])

@@ -23,10 +23,15 @@ class Rule:
     """Whether it corrects the average of the curvature for its start, and so needs the step count."""
     averages_pull: bool = False
     """Whether the momentum averages ĝ + δ(μ−m₀), and not ĝ alone."""
+    forgets_start: bool = True
+    """Whether its average of the curvature can forget its start."""
 
 
 NATURAL = Rule(diagonal.natural_gradient_step, KernelRule.CLAMPED, KernelRule.CLAMPED_ROOT)
 RIEMANNIAN = Rule(
-    partial(diagonal.natural_gradient_step, riemannian=True), KernelRule.RIEMANNIAN, KernelRule.RIEMANNIAN_ROOT
+    partial(diagonal.natural_gradient_step, riemannian=True),
+    KernelRule.RIEMANNIAN,
+    KernelRule.RIEMANNIAN_ROOT,
+    forgets_start=False,
 )
 VADAM = Rule(diagonal.vadam_step, KernelRule.VADAM, debiases_hess=True, averages_pull=True)

@@ -39,6 +39,12 @@ class SampledEstimator(BaseEstimator):
     _linear_within = math.inf
     """Standard deviations beyond which features count logarithmically."""
 
+    def _keep(self, arguments: dict[str, Any]) -> None:
+        """Let the arguments of a constructor be attributes, under their names and as they are, as scikit-learn asks."""
+        for name, value in arguments.items():
+            if name not in ("self", "__class__"):
+                setattr(self, name, value)
+
     def _take_seeds(self) -> None:
         """Seeds of everything random, so that neither torch's nor NumPy's global state is used."""
         seeds = check_random_state(self.random_state).randint(np.iinfo(np.int32).max, size=4)

@@ -106,25 +106,7 @@ class BayesianMLPClassifier(ClassesMixin, ClassifierMixin, BayesianMLP):
         verbose: bool = False,
         device: str = "cpu",
     ) -> None:
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.n_members = n_members
-        self.optimizer = optimizer
-        self.prior_precision = prior_precision
-        self.temperature = temperature
-        self.learning_rate_init = learning_rate_init
-        self.betas = betas
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.standardize = standardize
-        self.n_posterior_samples = n_posterior_samples
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.random_state = random_state
-        self.verbose = verbose
-        self.device = device
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> BayesianMLPClassifier:
         """Train from the beginning on ``X`` (rows, features) with the labels ``y``."""

@@ -97,20 +97,7 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
         verbose: bool = False,
         device: str = "cpu",
     ) -> None:
-        self.prior_precision = prior_precision
-        self.covariance = covariance
-        self.fit_intercept = fit_intercept
-        self.learning_rate_init = learning_rate_init
-        self.max_iter = max_iter
-        self.standardize = standardize
-        self.n_posterior_samples = n_posterior_samples
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.random_state = random_state
-        self.verbose = verbose
-        self.device = device
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> BayesianLogisticRegression:
         """Train from the beginning on ``X`` (rows, features) with the labels ``y``."""

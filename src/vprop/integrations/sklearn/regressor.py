@@ -152,28 +152,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         verbose: bool = False,
         device: str = "cpu",
     ) -> None:
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.n_members = n_members
-        self.optimizer = optimizer
-        self.noise = noise
-        self.noise_folds = noise_folds
-        self.weight_noise_limit = weight_noise_limit
-        self.prior_precision = prior_precision
-        self.temperature = temperature
-        self.learning_rate_init = learning_rate_init
-        self.betas = betas
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.standardize = standardize
-        self.n_posterior_samples = n_posterior_samples
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.random_state = random_state
-        self.verbose = verbose
-        self.device = device
+        self._keep(locals())
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
