@@ -70,12 +70,17 @@ def test_the_figures_in_the_readme_are_those_of_the_committed_run():
         assert values.groups() == tuple(f"{methods[name][key]:.3f}" for name in ("Adam", "Vario")), row
 
 
+NETWORKS = ("networks-fashion", "networks-fashion-h200") + tuple(
+    f"networks-resnet20{run}" for run in ("", "-vario", "-long")
+)
+
+
 def test_the_figures_of_networks_are_those_of_the_committed_runs():
     import json
 
     rows = [
         row
-        for file in ("networks-fashion", "networks-fashion-h200", "networks-resnet20")
+        for file in NETWORKS
         for row in json.loads((Path(__file__).parents[1] / f"benchmarks/results/{file}.json").read_text())["rows"]
     ]
     measured = {
@@ -85,5 +90,5 @@ def test_the_figures_of_networks_are_those_of_the_committed_runs():
         if f"{kind}_nll" in row
     }
     shown = re.findall(r"^\| .* \| (0\.\d{4}) \| (0\.\d{4}) \| (0\.\d{4}) \|$", README, flags=re.M)
-    assert len(shown) == 9
+    assert len(shown) == 13
     assert set(shown) <= measured
