@@ -49,14 +49,12 @@ def accuracies(choose, seed):
 
 ways = {
     "random": lambda p, seed: acquisition.power_sample(torch.ones(p.samples.shape[1]), 10, seed=seed),
-    "mutual information": lambda p, seed: acquisition.top(acquisition.mutual_information(p), 10, seed=seed),
-    "the same, drawn": lambda p, seed: acquisition.power_sample(
-        acquisition.mutual_information(p), 10, power=4, seed=seed
-    ),
+    "mutual information": lambda p, seed: acquisition.top(p.mutual_information, 10, seed=seed),
+    "the same, drawn": lambda p, seed: acquisition.power_sample(p.mutual_information, 10, power=4, seed=seed),
     "variation ratio": lambda p, seed: acquisition.top(acquisition.variation_ratio(p), 10, seed=seed),
 }
 print(f"accuracy with 20, 30, … labels, mean of {len(seeds)} seeds; at the end ± standard deviation over seeds")
 for name, choose in ways.items():
     runs = [list(accuracies(choose, seed)) for seed in seeds]
-    means, last = [mean(column) for column in zip(*runs, strict=True)], [run[-1] for run in runs]
-    print(f"{name:19}", *(f"{value:.3f}" for value in means), f"± {stdev(last):.3f}")
+    means = [f"{mean(column):.3f}" for column in zip(*runs, strict=True)]
+    print(f"{name:19}", *means, f"± {stdev(run[-1] for run in runs):.3f}")
