@@ -34,3 +34,13 @@ def scaled_outputs(outputs: Tensor, likelihood: LikelihoodLike | None, scales: S
         mean, log_variance = split_heteroscedastic(outputs)
         return torch.cat([mean, log_variance + math.log(scales.noise)], dim=-1)
     return outputs
+
+
+def scaled_moments(
+    mean: Tensor, covariance: Tensor, likelihood: LikelihoodLike | None, scales: Scales
+) -> tuple[Tensor, Tensor]:
+    """The same for normal outputs: E[f/T] = E[f]/T and Cov[f/T] = Cov[f]/T²; a shift leaves the covariance alone."""
+    kind = likelihood.likelihood if isinstance(likelihood, LikelihoodModule) else likelihood
+    if kind in ("categorical", "bernoulli"):
+        covariance = covariance / scales.temperature**2
+    return scaled_outputs(mean, likelihood, scales), covariance
