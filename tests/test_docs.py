@@ -74,6 +74,55 @@ def test_the_guides_code_runs_in_order(tmp_path, monkeypatch):
             exec(program, names)
 
 
+@pytest.mark.parametrize("page", ["calibration", "decisions"])
+def test_the_code_of_further_pages_runs_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.S)
+    assert len(programs) >= 3
+    names = {}
+    with torch.random.fork_rng():
+        for program in programs:
+            exec(program, names)
+
+
+def test_the_figures_of_calibration_and_decisions_are_those_of_the_committed_run():
+    result = json.loads((ROOT / "benchmarks" / "results" / "decisions.json").read_text())
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("calibration", "decisions")}
+    for name, table in (("classification", _calibration_rows), ("regression", _regression_rows)):
+        for row in table(result[name]):
+            assert row in pages["calibration"], row
+    for name, way in result["active_learning"]["ways"].items():
+        ends = f"{way['mean'][0]:.3f}", f"{way['mean'][4]:.3f}", f"{way['mean'][-1]:.3f} ± {way['spread'][-1]:.3f}"
+        wins = "" if name == "random" else f"{way['wins_against_random']} of {result['active_learning']['seeds']}"
+        assert f"| {name} | {' | '.join(ends)} | {wins} |" in pages["decisions"]
+    scores = result["classification"]
+    for name in ("entropy", "1 − confidence", "mutual information", "variation ratio"):
+        cells = [scores[f"{name}_{kind}"] for kind in ("auroc", "aupr", "fpr95", "aurc")]
+        numbers = " | ".join(f"{m:.3f} ± {s:.3f}" for m, s in cells[:3])
+        assert f"| {name} | {numbers} | {cells[3][0]:.4f} ± {cells[3][1]:.4f} |" in pages["decisions"]
+
+
+def _calibration_rows(result):
+    for label, name in (("as trained", "trained"), ("temperature", "temperature"), ("variance scale", "variance")):
+        found = "" if name == "trained" else result[{"variance": "variance_scale"}.get(name, name)]
+        value = f"{found[0]:.2f} ± {found[1]:.2f}" if found else ""
+        numbers = [f"{m:.3f} ± {s:.3f}" for m, s in (result[f"{name}_{kind}"] for kind in ("nll", "ece", "accuracy"))]
+        yield f"| {label} | {value} | {' | '.join(numbers)} |"
+    for level in ("0.8", "0.9", "0.95"):
+        coverage, size = result[f"sets_{level}_coverage"], result[f"sets_{level}_size"]
+        yield f"| {level} | {coverage[0]:.3f} ± {coverage[1]:.3f} | {size[0]:.2f} ± {size[1]:.2f} |"
+
+
+def _regression_rows(result):
+    for label, name in (("as trained", "trained"), ("noise scale", "noise")):
+        found = result["noise_scale"]
+        value = "" if name == "trained" else f"{found[0]:.2f} ± {found[1]:.2f}"
+        nll, coverage = result[f"{name}_nll"], result[f"{name}_coverage"]
+        yield f"| {label} | {value} | {nll[0]:.3f} ± {nll[1]:.3f} | {coverage[0]:.3f} ± {coverage[1]:.3f} |"
+    coverage = result["conformal_coverage"]
+    yield f"| conformal intervals |  |  | {coverage[0]:.3f} ± {coverage[1]:.3f} |"
+
+
 def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
     """In a process of its own, which believes that torchrun has started it."""
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), flags=re.S)
@@ -99,6 +148,8 @@ def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
     [
         "README.md",
         "docs/guide.md",
+        "docs/calibration.md",
+        "docs/decisions.md",
         "docs/training.md",
         "examples/README.md",
         "docs/methods.md",

@@ -61,6 +61,33 @@ def remembers_because_of_the_prior(output):
     assert min(newest) > 0.7  # new tasks are learned, too
 
 
+def chooses_better_than_at_random(output):
+    """The best of the ways, by its mean over three seeds after four rounds; a worse one may be there, and is shown."""
+    at_random = numbers_after("random", output)[-2]
+    assert numbers_after("variation ratio", output)[-2] > at_random + 0.02
+    assert numbers_after("the same, drawn", output)[-2] > at_random
+
+
+def is_calibrated_on_held_out_data(output):
+    trained = numbers_after("as trained", output)
+    for name in ("with the temperature", "with the variance scaled"):
+        accuracy, log_loss, error = numbers_after(name, output)
+        assert abs(accuracy - trained[0]) < 0.05
+        assert log_loss < trained[1]
+        assert error < trained[2]
+    for level in (0.8, 0.9, 0.95):
+        asked, covered, size = numbers_after(f"asked for {level:.2f}", output)
+        # n = 400 and 997 test images: 4 standard errors, and a model that is right more often has more.
+        assert covered > asked - 4 * (asked * (1 - asked) * (1 / 400 + 1 / 997)) ** 0.5
+        assert 1 <= size < 6
+
+
+def knows_its_errors_and_strange_inputs(output):
+    everything, most, some, _, auroc, aupr, _ = numbers_after("entropy", output)
+    assert some < most < everything
+    assert min(auroc, aupr) > 0.8  # 0.5 is chance
+
+
 def is_better_than_chance(output):
     """More than half are right, which is far from chance with ten classes, and more than chance with two."""
     found = [float(number) for number in re.findall(r"accuracy\D*?(\d?\.\d+)", output.lower())]
@@ -80,6 +107,9 @@ CASES = [
     (["torchrun.py", "--strategy", "fsdp"], is_better_than_chance),
     (["sklearn_estimators.py"], is_better_than_chance),
     (["continual_learning.py"], remembers_because_of_the_prior),
+    (["active_learning.py"], chooses_better_than_at_random),
+    (["calibrated_predictions.py"], is_calibrated_on_held_out_data),
+    (["knowing_when_not_to_answer.py"], knows_its_errors_and_strange_inputs),
 ]
 SCRIPTS = sorted({command[0] for command, _ in CASES})
 

@@ -1,6 +1,6 @@
 """PyTorch optimizers that perform Gaussian variational inference."""
 
-from vprop import curvature, metrics
+from vprop import acquisition, calibration, curvature, metrics
 from vprop._version import __version__
 from vprop.likelihood import GaussianLikelihood, HeteroscedasticGaussianLikelihood
 from vprop.objective import Objective
@@ -39,6 +39,8 @@ __all__ = [
     "Vario",
     "Vprop",
     "__version__",
+    "acquisition",
+    "calibration",
     "curvature",
     "load_posterior",
     "lr_find",

@@ -45,14 +45,8 @@ def reliability(probs: Tensor, labels: Tensor, *, task: Task | None = None, bins
     Reliability(confidence=[0.25], accuracy=[0.5], share=[1.0])
     """
     check_bins(bins)
-    data = labelled(probs, labels, task)
-    if data.task == "multilabel":
-        raise ValueError(
-            "Invalid task='multilabel': must be 'binary' or 'multiclass' for one diagram. Draw one for each label, "
-            "reliability(probs[:, i], labels[:, i]); expected_calibration_error averages over them."
-        )
-    (diagram,) = _diagrams(data, bins)
-    return diagram
+    confidence, hits, dtype = confidence_and_hits(probs, labels, task)
+    return _diagram(confidence, hits, bin_edges(bins, dtype, confidence))
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, *, task: Task | None = None, bins: int = 15) -> float:
@@ -70,18 +64,38 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, *, task: Task | No
     0.125
     """
     check_bins(bins)
-    errors = [diagram.expected_calibration_error for diagram in _diagrams(labelled(probs, labels, task), bins)]
+    data = labelled(probs, labels, task)
+    edges = bin_edges(bins, data.dtype, data.probs)
+    errors = [_diagram(*column, edges).expected_calibration_error for column in _columns(data)]
     return sum(errors) / len(errors)
 
 
-def _diagrams(data: Labelled, bins: int) -> list[Reliability]:
-    """One diagram for classes, one for each label otherwise."""
-    edges = (torch.arange(1, bins, dtype=torch.float64, device=data.probs.device) / bins).to(data.dtype).to(data.probs)
+def confidence_and_hits(probs: Tensor, labels: Tensor, task: Task | None) -> tuple[Tensor, Tensor, torch.dtype]:
+    """For each example the confidence, whether it was right (1 or 0), and the dtype that confidences came in.
+
+    Of the predicted class, or, for a binary task, of label 1.
+    """
+    data = labelled(probs, labels, task)
+    if data.task == "multilabel":
+        raise ValueError(
+            "Invalid task='multilabel': must be 'binary' or 'multiclass' for one diagram. Draw one for each label, "
+            "reliability(probs[:, i], labels[:, i]); expected_calibration_error averages over them."
+        )
+    ((confidence, hits),) = _columns(data)
+    return confidence, hits, data.dtype
+
+
+def bin_edges(bins: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """The inner edges of bins of equal width, rounded to the dtype of the probabilities."""
+    return (torch.arange(1, bins, dtype=torch.float64, device=like.device) / bins).to(dtype).to(like)
+
+
+def _columns(data: Labelled) -> list[tuple[Tensor, Tensor]]:
+    """Confidence and hits: once for classes, once for each label otherwise."""
     if data.task == "multiclass":
         confidence, predicted = data.probs.max(-1)
-        return [_diagram(confidence, (predicted == data.labels).double(), edges)]
-    columns = zip(data.probs.unbind(-1), data.labels.unbind(-1), strict=True)
-    return [_diagram(probs, ones, edges) for probs, ones in columns]
+        return [(confidence, (predicted == data.labels).double())]
+    return list(zip(data.probs.unbind(-1), data.labels.unbind(-1), strict=True))
 
 
 def _diagram(confidence: Tensor, right: Tensor, inner_edges: Tensor) -> Reliability:

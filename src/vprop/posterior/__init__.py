@@ -2,6 +2,7 @@
 
 from vprop.likelihood import Likelihood
 from vprop.posterior._base import ElboEstimate, Posterior
+from vprop.posterior.calibrated import Scales
 from vprop.posterior.diagonal import DiagonalPosterior
 from vprop.posterior.full import FullPosterior
 from vprop.posterior.io import load_posterior
@@ -17,6 +18,7 @@ __all__ = [
     "Likelihood",
     "Posterior",
     "Prediction",
+    "Scales",
     "load_posterior",
     "merge",
 ]

@@ -21,6 +21,7 @@ from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, call_model
 from vprop.posterior import _registry, io
 from vprop.posterior._batches import ElboEstimate, batches_of, size_of_batch
+from vprop.posterior.calibrated import Scales, scaled_outputs
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
 from vprop.replica import Replica, evaluating_replicas
@@ -65,7 +66,9 @@ class Posterior(ABC):
         likelihood: LikelihoodLike | None = None,
         noise_variance: float | Tensor | None = None,
         buffers: dict[str, Tensor] | None = None,
+        scales: Scales | None = None,
     ) -> None:
+        self.scales = Scales() if scales is None else scales
         self.likelihood: Likelihood | None
         self.likelihood, self.noise_variance = snapshot_likelihood(likelihood, noise_variance)
         self.model = model
@@ -152,6 +155,13 @@ class Posterior(ABC):
         """Λ of a prior as a matrix over all weights; ``None`` if the structure has no priors with correlations."""
         return None
 
+    def _with_variance_times(self, scale: float) -> Posterior:
+        """The same mean with the covariance times ``scale``, for :func:`vprop.calibration.fit_variance_scale`."""
+        raise TypeError(
+            f"The variance of a {type(self).__name__} cannot be scaled, because its class has no "
+            "_with_variance_times(). Write one; or calibrate with fit_temperature or fit_noise_scale."
+        )
+
     # -- files -----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
@@ -195,7 +205,8 @@ class Posterior(ABC):
 
         A tuple ``x`` becomes the positional arguments of the model, a dict its keyword arguments. Of an output that
         has ``logits`` (Hugging Face) these are taken. ``likelihood`` says what the outputs are (see
-        :class:`Prediction`); by default what the posterior was made with. Nothing of the model is changed meanwhile:
+        :class:`Prediction`); by default what the posterior was made with. Outputs are those of a calibrated posterior
+        (:mod:`vprop.calibration`), if it is one. Nothing of the model is changed meanwhile:
         any number of threads may predict at once, while another one trains.
         """
         num_samples, seed = check_num_samples(num_samples), check_seed(seed)
@@ -213,7 +224,7 @@ class Posterior(ABC):
                     f"{type(output).__name__}. Wrap it in a module whose forward picks the tensor out."
                 )
             outputs.append(logits)
-        return Prediction(torch.stack(outputs), likelihood, noise_variance)
+        return Prediction(scaled_outputs(torch.stack(outputs), likelihood, self.scales), likelihood, noise_variance)
 
     def sampled_models(
         self, num_samples: int = 32, seed: int = 0, *, dtype: torch.dtype | None = None
@@ -221,7 +232,8 @@ class Posterior(ABC):
         """The model in evaluation mode under one draw of the weights after the other, to be called like the model.
 
         The draws are those of ``predict(x, num_samples, seed)``, which this is for where outputs are not tensors, or
-        too large to be kept: a language model's, say. Call each before the next is drawn. ``dtype`` runs the model in
+        too large to be kept: a language model's, say. Outputs are the model's own, without what :attr:`scales` has for
+        logits and log-variances. Call each before the next is drawn. ``dtype`` runs the model in
         another precision than its own. Nothing of the model is changed meanwhile.
 
         >>> import torch, vprop

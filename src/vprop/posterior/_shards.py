@@ -12,6 +12,7 @@ from vprop.checks import shown
 from vprop.likelihood import LikelihoodLike
 from vprop.posterior import _registry
 from vprop.posterior._base import Posterior
+from vprop.posterior.calibrated import Scales
 from vprop.precision import as_tensor
 
 
@@ -66,6 +67,11 @@ def _check_shard(first: Posterior, shard: Posterior, number: int) -> None:
                 f"number {number} (None: not there); must agree. Train all shards on the same model."
             )
     _check_numbers(shard, number)
+    if shard.scales != Scales():
+        raise ValueError(
+            f"merge(posteriors): number {number} is calibrated ({shard.scales}), must be as it was trained: what was "
+            "found for one shard does not hold for the whole. Merge the posteriors first, and calibrate the result."
+        )
     if shard.model is not first.model:
         _check_constants(first, shard, number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -95,6 +96,11 @@ class DiagonalPosterior(Posterior):
             "prior_mean": [mean.clone() for mean in self.mean.values()],
             "prior_precision": [self._variance[name].reciprocal() for name in self.mean],
         }
+
+    def _with_variance_times(self, scale: float) -> DiagonalPosterior:
+        other = copy.copy(self)
+        other._variance = {name: variance * scale for name, variance in self._variance.items()}
+        return other
 
     def _sections(self) -> dict[str, dict[str, Tensor]]:
         return {"variance": self._variance}

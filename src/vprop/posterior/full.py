@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -102,6 +103,12 @@ class FullPosterior(Posterior):
             "prior_mean": [mean.clone() for mean in self.mean.values()],
             "prior_precision": self.precision.clone(),
         }
+
+    def _with_variance_times(self, scale: float) -> FullPosterior:
+        other = copy.copy(self)
+        other.precision, other._factor = self.precision / scale, self._factor / math.sqrt(scale)
+        other._covariance = None
+        return other
 
     def _sections(self) -> dict[str, dict[str, Tensor]]:
         matrices = {"precision": self.precision}

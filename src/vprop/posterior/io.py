@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vprop.checks import check_model
 from vprop.files import path_of
 from vprop.posterior import _container, _registry
+from vprop.posterior.calibrated import Scales
 from vprop.posterior.prior import GaussianPrior
 from vprop.wrappers import unwrapped
 
@@ -48,6 +49,8 @@ def save(posterior: Posterior, path: str | Path) -> None:
         "likelihood": posterior.likelihood,
         "order": list(posterior.mean),
     }
+    if posterior.scales != Scales():  # files of posteriors that were not calibrated stay as they were
+        settings["scales"] = posterior.scales._asdict()
     if isinstance(posterior.noise_variance, Tensor):
         tensors["setting/noise_variance"] = posterior.noise_variance
     else:
@@ -75,7 +78,16 @@ def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
     mean = {name: sections["mean"][name] for name in saved_order}
     prior = GaussianPrior(sections["prior_mean"], sections["prior_precision"])
     rest = settings | {"buffers": sections.get("buffer", {})}
+    if "scales" in rest:
+        rest["scales"] = _scales(rest["scales"], source)
     return cls._from_sections(model, mean, prior, sections, **rest)._in_order(order)
+
+
+def _scales(saved: Any, path: Path) -> Scales:
+    try:
+        return Scales(**{name: float(value) for name, value in saved.items()})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _container.damaged(path, f"its scales are {saved!r} (a newer version of vprop may know them)") from error
 
 
 def _to_devices(

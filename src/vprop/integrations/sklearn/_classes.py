@@ -11,8 +11,10 @@ from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import column_or_1d
 from torch import Tensor
 
+from vprop.integrations.sklearn._conformal import SetsMixin
 
-class ClassesMixin:
+
+class ClassesMixin(SetsMixin):
     """What the classifiers share."""
 
     classes_: np.ndarray
@@ -24,9 +26,11 @@ class ClassesMixin:
     def _take_classes(self, y: Any) -> None:
         check_classification_targets(y)
         self.classes_ = np.unique(y)
+        self._forget_sets()
 
     def _take_all_classes(self, classes: Any, first: bool) -> None:
         """The classes of a stream, which must be known from its beginning."""
+        self._forget_sets()
         if first:
             if classes is None:
                 raise ValueError(

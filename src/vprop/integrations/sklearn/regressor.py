@@ -16,6 +16,7 @@ from torch import Tensor
 from vprop.checks import invalid, is_finite
 from vprop.integrations.sklearn._arguments import check_regression
 from vprop.integrations.sklearn._base import BayesianMLP
+from vprop.integrations.sklearn._conformal import IntervalsMixin
 from vprop.integrations.sklearn._data import Rows, Standardization
 from vprop.integrations.sklearn._folds import LEAST_TO_SPLIT, held_out_outputs, make_folds
 from vprop.integrations.sklearn._likelihoods import Gaussian
@@ -38,7 +39,7 @@ NOISE_DECAY = 0.98
 """Of the average that follows the noise variance during training."""
 
 
-class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
+class BayesianMLPRegressor(IntervalsMixin, RegressorMixin, BayesianMLP):
     """A multilayer perceptron with a Gaussian posterior over its weights, for regression with error bars.
 
     Like :class:`sklearn.neural_network.MLPRegressor`, trained by :class:`vprop.Vario` in place of Adam, with noise of
@@ -346,6 +347,7 @@ class BayesianMLPRegressor(RegressorMixin, BayesianMLP):
         return [Noise(ratio * scale, dof) for (ratio, dof), scale in zip(shapes, trained, strict=True)]
 
     def _take_noise(self) -> None:
+        self._forget_intervals()
         noises = self._noises()
         variances = torch.tensor([noise.variance for noise in noises], dtype=torch.float64, device="cpu")
         std = variances.sqrt().numpy() * self._targets.scale
