@@ -35,12 +35,11 @@ from vprop.lab.environment import environment
 
 @dataclass(frozen=True)
 class Task:
-    """Data, a model and how it is trained: always with the whole batch, so that only the example makes a difference."""
+    """Some rows of a data set, and a model."""
 
     rows: int
     load: Callable[[], tuple[Tensor, Tensor]]
     model: Callable[[], nn.Module]
-    steps: int
 
 
 def breast_cancer() -> tuple[Tensor, Tensor]:
@@ -63,39 +62,48 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 TASKS = {
-    "logistic regression": Task(200, breast_cancer, lambda: nn.Linear(30, 2).double(), 80),
-    "42 weights": Task(120, moons, lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).double(), 100),
-    "1210 weights": Task(300, digits, lambda: nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)), 300),
+    "logistic regression": Task(200, breast_cancer, lambda: nn.Linear(30, 2).double()),
+    "42 weights": Task(120, moons, lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).double()),
+    "1210 weights": Task(300, digits, lambda: nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))),
 }
 Optimizer = Callable[[nn.Module, int, int], vprop.VariationalOptimizer]
 FAST = {"betas": (0.9, 0.99)}
-METHODS: list[tuple[str, str, str, Optimizer]] = [
-    ("logistic regression", "VON at the mean", "full", lambda m, n, s: vprop.VON(
+METHODS: list[tuple[str, str, str, int, Optimizer]] = [
+    ("logistic regression", "VON at the mean", "full", 60, lambda m, n, s: vprop.VON(
         m.parameters(), lr=1.0, num_data=n, betas=(0.0, 0.5), mc_samples=0, seed=s)),
-    ("logistic regression", "VON", "full", lambda m, n, s: vprop.VON(
-        m.parameters(), lr=0.5, num_data=n, betas=(0.0, 0.9), mc_samples=8, antithetic=True, seed=s)),
-    ("logistic regression", "VOGN", "diagonal", lambda m, n, s: vprop.VOGN(
+    ("logistic regression", "VON", "full", 60, lambda m, n, s: vprop.VON(
+        m.parameters(), lr=0.5, num_data=n, betas=(0.0, 0.9), mc_samples=4, antithetic=True, seed=s)),
+    ("logistic regression", "VOGN", "diagonal", 300, lambda m, n, s: vprop.VOGN(
         m.parameters(), lr=0.1, num_data=n, seed=s, **FAST)),
-    ("42 weights", "VON at the mean", "full", lambda m, n, s: vprop.VON(
+    ("42 weights", "VON at the mean", "full", 100, lambda m, n, s: vprop.VON(
         m.parameters(), lr=0.3, num_data=n, betas=(0.0, 0.9), mc_samples=0, seed=s)),
-    ("1210 weights", "Vario", "diagonal", lambda m, n, s: vprop.Vario(
+    ("1210 weights", "Vario", "diagonal", 300, lambda m, n, s: vprop.Vario(
         m.parameters(), lr=0.01, num_data=n, batch_size=n, seed=s)),
-    ("1210 weights", "IVON", "diagonal", lambda m, n, s: vprop.IVON(
+    ("1210 weights", "IVON", "diagonal", 300, lambda m, n, s: vprop.IVON(
         m.parameters(), lr=0.1, num_data=n, hess_init=0.1, seed=s, **FAST)),
-    ("1210 weights", "Vprop", "diagonal", lambda m, n, s: vprop.Vprop(
+    ("1210 weights", "Vprop", "diagonal", 300, lambda m, n, s: vprop.Vprop(
         m.parameters(), lr=0.1, num_data=n, seed=s, **FAST)),
 ]  # fmt: skip
-"""Task, method, structure of its posterior, and optimizer from a model, the number of rows and a seed."""
+"""Task, method, structure of its posterior, steps, and optimizer from a model, the number of rows and a seed."""
 
 
-def train(task: Task, make: Optimizer, x: Tensor, y: Tensor, seed: int) -> Any:
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained: always with the whole batch, so that only the rows make a difference."""
+
+    model: Callable[[], nn.Module]
+    optimizer: Optimizer
+    steps: int
+
+
+def train(training: Training, x: Tensor, y: Tensor, seed: int) -> Any:
     """The posterior after training on these rows."""
     torch.manual_seed(seed)
-    model = task.model()
-    optimizer = make(model, len(x), seed)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
+    model = training.model()
+    optimizer = training.optimizer(model, len(x), seed)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, training.steps)
     objective = vprop.Objective(model, F.cross_entropy, x, y)
-    for _ in range(task.steps):
+    for _ in range(training.steps):
         optimizer.step(objective)
         scheduler.step()
     return optimizer.posterior(model, likelihood="categorical")
@@ -112,16 +120,16 @@ def spearman(one: list[float], other: list[float]) -> float:
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def sensitivity(task: Task, make: Optimizer, x: Tensor, y: Tensor, seed: int, count: int) -> dict[str, Any]:
+def sensitivity(training: Training, x: Tensor, y: Tensor, seed: int, count: int) -> dict[str, Any]:
     """Rank correlations of one seed, and the pairs that they are made of."""
-    posterior = train(task, make, x, y, seed)
+    posterior = train(training, x, y, seed)
     result, before = posterior.sensitivity((x, y)), outputs(posterior, x)
     losses = F.cross_entropy(before, y, reduction="none")
     chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     loss_changes, output_changes = [], []
     for i in chosen:
         rest = torch.arange(len(x)) != i
-        after = outputs(train(task, make, x[rest], y[rest], seed), x[i : i + 1])
+        after = outputs(train(training, x[rest], y[rest], seed), x[i : i + 1])
         loss_changes.append(float(F.cross_entropy(after, y[i : i + 1]) - losses[i]))
         output_changes.append(float((after - before[i]).norm()))
     said = result.loss_change[chosen].tolist()
@@ -134,14 +142,14 @@ def sensitivity(task: Task, make: Optimizer, x: Tensor, y: Tensor, seed: int, co
     }
 
 
-def forgetting(task: Task, make: Optimizer, x: Tensor, y: Tensor, seed: int, counts: list[int]) -> list[dict[str, Any]]:
+def forgetting(training: Training, x: Tensor, y: Tensor, seed: int, counts: list[int]) -> list[dict[str, Any]]:
     """For each number of forgotten examples the error of one seed."""
-    posterior, rows = train(task, make, x, y, seed), []
+    posterior, rows = train(training, x, y, seed), []
     for count in counts:
         gone = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
         rest = torch.ones(len(x), dtype=torch.bool)
         rest[gone] = False
-        again = train(task, make, x[rest], y[rest], seed)
+        again = train(training, x[rest], y[rest], seed)
         row: dict[str, Any] = {"examples": count, "refused": False}
         try:
             forgetful = posterior.forget((x[gone], y[gone]))
@@ -161,16 +169,17 @@ def forgetting(task: Task, make: Optimizer, x: Tensor, y: Tensor, seed: int, cou
 def run(seeds: range, short: bool) -> list[dict[str, Any]]:
     """All methods, printed as they come."""
     results = []
-    for task_name, method, structure, make in METHODS:
+    for task_name, method, structure, steps, optimizer in METHODS:
         task = TASKS[task_name]
+        training = Training(task.model, optimizer, 5 if short else steps)
         whole_x, whole_y = task.load()
         entry: dict[str, Any] = {"task": task_name, "method": method, "structure": structure}
         entry |= {"examples": task.rows, "sensitivity": [], "forgetting": []}
         for seed in seeds:
             rows = torch.randperm(len(whole_x), generator=torch.Generator().manual_seed(1000 + seed))[: task.rows]
             x, y = whole_x[rows], whole_y[rows]
-            entry["sensitivity"].append(sensitivity(task, make, x, y, seed, 8 if short else 30))
-            entry["forgetting"].append(forgetting(task, make, x, y, seed, [1, 10] if short else [1, 3, 10, 30]))
+            entry["sensitivity"].append(sensitivity(training, x, y, seed, 8 if short else 30))
+            entry["forgetting"].append(forgetting(training, x, y, seed, [1, 10] if short else [1, 3, 10, 30]))
         for key in ("rank correlation, loss", "rank correlation, outputs", "rank correlation of the loss itself"):
             entry[key] = statistics.mean(row[key] for row in entry["sensitivity"])
         print(task_name, method, {key: round(value, 3) for key, value in entry.items() if key.startswith("rank")})

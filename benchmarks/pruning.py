@@ -3,9 +3,9 @@
     python benchmarks/pruning.py [--seeds 3] [--short] [--json FILE] [--plot FILE]
 
 A network of 784-100-10 units learns 5,000 images of Fashion-MNIST for 10 epochs, its weights (not its biases) are
-pruned without any training after it, and 5,000 test images are classified at the posterior mean. `global` compares the weights
-of both layers, `parameter` prunes the same share of each. Step sizes were chosen on seed 100 from 0.0003, 0.001 and
-0.003 (Vario, AdamW) and 0.03, 0.1 and 0.3 (IVON), by accuracy without pruning on 2,000 further training images.
+pruned without any training after it, and 5,000 test images are classified at the posterior mean. `global` compares the
+weights of both layers, `parameter` prunes the same share of each. Step sizes were chosen on seed 100 from 0.0003, 0.001
+and 0.003 (Vario, AdamW) and 0.03, 0.1 and 0.3 (IVON), by accuracy without pruning on 2,000 further training images.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/flipped_labels.py [--short]
 
-One in twenty labels of the digits is replaced by a wrong one, and a network is trained on what is there. An example that
-only its own label speaks for has a large `loss_change`: without it the model would say something else. Nothing is
+One in twenty labels of the digits is replaced by a wrong one, and a network is trained on what is there. An example
+that only its own label speaks for has a large `loss_change`: without it the model would say something else. Nothing is
 trained again for that. The list that `sensitivity` gives is what a person should look through first.
 """
 

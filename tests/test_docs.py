@@ -99,6 +99,7 @@ def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
     [
         "README.md",
         "docs/guide.md",
+        "docs/sensitivity.md",
         "docs/training.md",
         "examples/README.md",
         "docs/methods.md",

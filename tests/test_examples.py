@@ -61,6 +61,11 @@ def remembers_because_of_the_prior(output):
     assert min(newest) > 0.7  # new tasks are learned, too
 
 
+def finds_most_of_the_wrong_labels(output):
+    assert numbers_after("wrong among as many suspects", output)[0] > 0.7  # 0.06 is chance
+    assert numbers_after("AUROC of loss_change", output)[0] > 0.95
+
+
 def is_better_than_chance(output):
     """More than half are right, which is far from chance with ten classes, and more than chance with two."""
     found = [float(number) for number in re.findall(r"accuracy\D*?(\d?\.\d+)", output.lower())]
@@ -80,6 +85,7 @@ CASES = [
     (["torchrun.py", "--strategy", "fsdp"], is_better_than_chance),
     (["sklearn_estimators.py"], is_better_than_chance),
     (["continual_learning.py"], remembers_because_of_the_prior),
+    (["flipped_labels.py"], finds_most_of_the_wrong_labels),
 ]
 SCRIPTS = sorted({command[0] for command, _ in CASES})
 
