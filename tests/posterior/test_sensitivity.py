@@ -164,6 +164,18 @@ def test_the_gradient_method_is_the_first_order_of_the_other(classifier):
     torch.testing.assert_close(gradient.weight_change, outputs.weight_change, rtol=1e-4, atol=1e-7)
 
 
+def test_the_gradient_method_of_a_full_posterior_has_no_leverage():
+    x, y = exact.make_rows()
+    posterior = exact.make_posterior(x, y, 0.5)
+    result = posterior.sensitivity((x, y), method="gradient")
+    mean, precision = exact.normal_equations(x, y, 0.5)
+    gradients = (x @ mean - y) / exact.NOISE * x
+    squares = (gradients @ torch.linalg.inv(precision) * gradients).sum(1)
+    torch.testing.assert_close(result.weight_change, squares.sqrt() / 0.5)
+    torch.testing.assert_close(result.loss_change, squares / 0.5)
+    assert result.leverage is None
+
+
 def test_num_data_and_temperature_scale_it(classifier):
     posterior, x, y = classifier
     one = posterior.sensitivity((x, y)).weight_change

@@ -105,7 +105,8 @@ def _without_each(posterior: Posterior, examples: Examples, elsewhere: Tensor | 
     covariance = (rows @ products.mT).double().cpu()  # S, one small matrix for each example
     gradient, curvature, factors = (t.cpu() for t in (examples.gradient, examples.curvature, examples.factors))
     covariance = (covariance + covariance.mT) / 2
-    change, leverage = _solved(gradient, curvature, covariance, factors, posterior.correlated)
+    corrected = posterior.correlated and examples.outputs is not None
+    change, leverage = _solved(gradient, curvature, covariance, factors, corrected)
     outputs_change = (covariance @ change[..., None])[..., 0]
     weight_change = (change * outputs_change).sum(1).clamp_min(0).sqrt()
     at = None
