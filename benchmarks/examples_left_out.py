@@ -200,21 +200,21 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
     from vprop.lab.plots import BLUE, GREY
 
-    figure, panels = plt.subplots(1, len(results), figsize=(2.6 * len(results), 2.9), layout="constrained")
-    for axes, entry in zip(panels, results, strict=True):
+    figure, panels = plt.subplots(2, -(-len(results) // 2), figsize=(10, 5.4), layout="constrained")
+    for axes in panels.flat[len(results) :]:
+        axes.axis("off")
+    for axes, entry in zip(panels.flat, results, strict=False):
         for row in entry["sensitivity"]:
             axes.plot(row["trained again"], row["said"], "o", color=BLUE, markersize=3, alpha=0.5, markeredgewidth=0)
-        limits = axes.get_xlim()
-        axes.plot(limits, limits, color=GREY, linestyle="--", linewidth=1)
-        axes.set_xlabel("trained again without it", fontsize=7)
+        axes.axline((0, 0), slope=1, color=GREY, linestyle="--", linewidth=1)
         axes.set_xscale("symlog", linthresh=1e-3)
         axes.set_yscale("symlog", linthresh=1e-3)
-        title = (
-            f"{entry['task']}, {entry['method']} ({entry['structure']})\nranks {entry['rank correlation, loss']:.2f}"
-        )
-        axes.set_title(title, fontsize=8)
+        axes.set(xlim=(-1e-3, 20), ylim=(-1e-3, 20))
+        ranks = entry["rank correlation, loss"]
+        axes.set_title(f"{entry['task']}, {entry['method']}\n({entry['structure']}): ranks {ranks:.2f}", fontsize=8)
         axes.tick_params(labelsize=6)
-    panels[0].set_ylabel("change of its loss, from the posterior")
+    figure.supxlabel("change of an example's loss after training again without it", fontsize=9)
+    figure.supylabel("as the posterior says", fontsize=9)
     figure.savefig(path, dpi=130)
 
 

@@ -133,6 +133,9 @@ def test_the_model_is_masked_by_torch(diagonal):
         model.weight_orig += 1  # a step of training
     model(torch.ones(1, 3))
     assert bool((model.weight[~pruned.masks["weight"]] == 0).all())
+    own = pruned.mask_model()  # a copy: the posterior's model is as it was
+    assert own is not diagonal.model
+    assert [name for name, _ in diagonal.model.named_parameters()] == ["weight", "bias"]
     nn.utils.prune.remove(model, "weight")
     assert [name for name, _ in model.named_parameters()] == ["bias", "weight"]
 

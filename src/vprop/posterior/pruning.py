@@ -7,6 +7,7 @@ the Gaussian's own conditional: for a diagonal one the others stay as they are, 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -56,14 +57,15 @@ class PrunedPosterior(Posterior):
         return sum(int((~mask).sum()) for mask in masks) / max(1, sum(mask.numel() for mask in masks))
 
     def mask_model(self, model: nn.Module | None = None) -> nn.Module:
-        """Write the mean into ``model`` (the posterior's own by default) and hold its pruned weights at zero.
+        """Write the mean into ``model`` (by default a copy of the posterior's own) and hold its pruned weights at zero.
 
-        That is done by ``torch.nn.utils.prune``, so that training goes on with the others alone;
-        ``torch.nn.utils.prune.remove(module, name)`` makes it permanent.
+        It is changed and returned; its pruned parameters get another name (``weight_orig``). That is done by
+        ``torch.nn.utils.prune``, so that training goes on with the others alone; ``torch.nn.utils.prune.remove(module,
+        name)`` makes it permanent.
         """
         from torch.nn.utils import prune as torch_prune
 
-        model = self.model if model is None else model
+        model = copy.deepcopy(self.model) if model is None else model
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, mean in self.mean.items():
