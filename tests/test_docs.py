@@ -150,6 +150,7 @@ def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
         "docs/guide.md",
         "docs/calibration.md",
         "docs/decisions.md",
+        "docs/sensitivity.md",
         "docs/training.md",
         "examples/README.md",
         "docs/methods.md",

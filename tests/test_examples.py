@@ -88,6 +88,11 @@ def knows_its_errors_and_strange_inputs(output):
     assert min(auroc, aupr) > 0.8  # 0.5 is chance
 
 
+def finds_most_of_the_wrong_labels(output):
+    assert numbers_after("wrong among as many suspects", output)[0] > 0.7  # 0.06 is chance
+    assert numbers_after("AUROC of loss_change", output)[0] > 0.95
+
+
 def is_better_than_chance(output):
     """More than half are right, which is far from chance with ten classes, and more than chance with two."""
     found = [float(number) for number in re.findall(r"accuracy\D*?(\d?\.\d+)", output.lower())]
@@ -110,6 +115,7 @@ CASES = [
     (["active_learning.py"], chooses_better_than_at_random),
     (["calibrated_predictions.py"], is_calibrated_on_held_out_data),
     (["knowing_when_not_to_answer.py"], knows_its_errors_and_strange_inputs),
+    (["flipped_labels.py"], finds_most_of_the_wrong_labels),
 ]
 SCRIPTS = sorted({command[0] for command, _ in CASES})
 

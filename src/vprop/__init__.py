@@ -17,8 +17,9 @@ from vprop.optim import (
     Vario,
     Vprop,
     lr_find,
+    train_mixture,
 )
-from vprop.posterior import GaussianPrior, Posterior, Prediction, load_posterior, merge
+from vprop.posterior import GaussianPrior, Mixture, Posterior, Prediction, load_posterior, merge
 
 __all__ = [
     "CVI",
@@ -31,6 +32,7 @@ __all__ = [
     "GaussianPrior",
     "HeteroscedasticGaussianLikelihood",
     "MeanField",
+    "Mixture",
     "Objective",
     "Posterior",
     "Prediction",
@@ -46,4 +48,5 @@ __all__ = [
     "lr_find",
     "merge",
     "metrics",
+    "train_mixture",
 ]

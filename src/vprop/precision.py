@@ -21,3 +21,8 @@ def needs_master_copy(parameter: Tensor) -> bool:
 def as_tensor(value: Any) -> Tensor:
     """A tensor as it is; a number or an array as a tensor on the CPU, whatever torch's default device is."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+
+
+def widest(tensor: Tensor) -> Tensor:
+    """In float64, where the device has it: for differences of large numbers."""
+    return tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)

@@ -46,7 +46,7 @@ class PerExampleGaussNewton(ObservedAverage):
     @torch.enable_grad()
     def observe(self, objective: Objective, parameters: dict[str, Tensor], draw: Draw) -> list[Tensor]:
         """Mean of squared per-example gradients at the weights in the model."""
-        _refuse_batchnorm(objective.model)
+        refuse_batchnorm_without_statistics(objective.model)
         weights = {name: p.detach() for name, p in objective.model.named_parameters()}
         wanted = {name: weights.pop(name) for name in parameters}
 
@@ -54,7 +54,7 @@ class PerExampleGaussNewton(ObservedAverage):
             x, y = tree_map(_as_batch_of_one, (x, y))
             with LossWatch() as watch:
                 loss = objective.loss_at(weights | copies, x, y)
-            return loss, _weight_of_one(watch, loss)
+            return loss, weight_of_one(watch, loss)
 
         totals = {name: torch.zeros_like(p, dtype=compute_dtype(p)) for name, p in wanted.items()}
         check = MeanCheck(objective)
@@ -70,7 +70,7 @@ class PerExampleGaussNewton(ObservedAverage):
         return [total / check.weight.to(total).clamp_min(_LEAST_WEIGHT) for total in totals.values()]
 
 
-def _weight_of_one(watch: LossWatch, loss: Tensor) -> Tensor:
+def weight_of_one(watch: LossWatch, loss: Tensor) -> Tensor:
     """w of an example: what its own mean is over; 1 where that is not seen, and 0 where the loss is 0/0."""
     terms = watch.terms_of(loss)
     return ((~loss.isnan()) if terms is None else terms).detach().to(loss.dtype)
@@ -80,9 +80,11 @@ def _as_batch_of_one(leaf: Any) -> Any:
     return leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf
 
 
-def _refuse_batchnorm(model: nn.Module) -> None:
+def refuse_batchnorm_without_statistics(model: nn.Module, *, in_training_mode: bool = True) -> None:
+    """Refuse a model in which the examples of a batch meet; unless it will run in evaluation mode, by its mode now."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+        meets = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if meets and ((in_training_mode and module.training) or module.running_mean is None):
             raise ValueError(
                 f"{name!r} is a {type(module).__name__} in training mode (or without running statistics), which mixes "
                 "the examples of a batch, so that no example has a gradient of its own. Put it in evaluation mode "

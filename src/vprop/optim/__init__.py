@@ -4,6 +4,7 @@ from vprop.help.auto_prior import AutoPrior
 from vprop.help.diagnosis import Diagnosis
 from vprop.help.lr_find import LrTrials, lr_find
 from vprop.optim.cvi import CVI
+from vprop.optim.ensemble import train_mixture
 from vprop.optim.ivon import IVON
 from vprop.optim.mean_field import MeanField
 from vprop.optim.optimizer import VariationalOptimizer
@@ -31,4 +32,5 @@ __all__ = [
     "Vario",
     "Vprop",
     "lr_find",
+    "train_mixture",
 ]

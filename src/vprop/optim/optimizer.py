@@ -185,8 +185,10 @@ class VariationalOptimizer(TrainingLoops):
         self._structure.report_unusable(deferred=True)
         with self._as_groups_are_now():
             self._snapshots += 1
+            temperatures = {group["temperature"] for group in self.param_groups}
             return self._structure.posterior(
                 model,
+                temperature=temperatures.pop() if len(temperatures) == 1 else None,
                 seed=self.param_groups[0]["seed"],
                 snapshot=self._snapshots,
                 likelihood=likelihood,

@@ -7,8 +7,11 @@ from vprop.posterior.diagonal import DiagonalPosterior
 from vprop.posterior.full import FullPosterior
 from vprop.posterior.io import load_posterior
 from vprop.posterior.merge import merge
+from vprop.posterior.mixture import Mixture
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
+from vprop.posterior.pruning import PrunedPosterior
+from vprop.posterior.sensitivity import Sensitivity
 
 __all__ = [
     "DiagonalPosterior",
@@ -16,9 +19,12 @@ __all__ = [
     "FullPosterior",
     "GaussianPrior",
     "Likelihood",
+    "Mixture",
     "Posterior",
     "Prediction",
+    "PrunedPosterior",
     "Scales",
+    "Sensitivity",
     "load_posterior",
     "merge",
 ]

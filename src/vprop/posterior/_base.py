@@ -21,6 +21,7 @@ from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, call_model
 from vprop.posterior import _registry, io
 from vprop.posterior._batches import ElboEstimate, batches_of, size_of_batch
+from vprop.posterior._decisions import Decisions
 from vprop.posterior.calibrated import Scales, scaled_outputs
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
@@ -31,7 +32,7 @@ _COUNTING = threading.Lock()
 """Two threads that ask a posterior for a fresh draw at once must not get the same one."""
 
 
-class Posterior(ABC):
+class Posterior(Decisions, ABC):
     """A snapshot of a Gaussian over the weights of ``model``, by parameter name.
 
     Training on does not change it. Parameters of the model that are not in ``mean`` are constants; buffers (the
@@ -61,6 +62,7 @@ class Posterior(ABC):
         prior: GaussianPrior,
         *,
         ess: float | None,
+        temperature: float | None = 1.0,
         seed: int = 0,
         snapshot: int = 1,
         likelihood: LikelihoodLike | None = None,
@@ -75,6 +77,7 @@ class Posterior(ABC):
         self.mean = mean
         self.prior = prior
         self.ess = ess
+        self.temperature = temperature
         self.seed = check_seed(seed)
         self.snapshot = snapshot
         if buffers is None:
@@ -118,6 +121,10 @@ class Posterior(ABC):
     def _sections(self) -> dict[str, dict[str, Tensor]]:
         """The tensors that a file has beyond mean, prior and buffers, by section and name."""
         raise NotImplementedError(f"{type(self).__name__} does not say what is saved of it")
+
+    def _settings(self) -> dict[str, Any]:
+        """What a file has beside tensors and what every posterior has: entries for JSON, which go into ``rest``."""
+        return {}
 
     @classmethod
     def _from_sections(
@@ -251,11 +258,15 @@ class Posterior(ABC):
         return self._sampled_models(num_samples, seed, dtype)
 
     def _sampled_models(self, num_samples: int, seed: int, dtype: torch.dtype | None = None) -> Iterator[Replica]:
+        return self._models_at(range(num_samples), seed, dtype)
+
+    def _models_at(self, samples: Iterable[int], seed: int, dtype: torch.dtype | None = None) -> Iterator[Replica]:
+        """The model under the draws with these numbers."""
         constants: dict[str, Tensor] = {}
         if dtype is not None:
             constants = {name: p.detach() for name, p in self.model.named_parameters() if name not in self.mean}
         fixed = {name: _cast(tensor, dtype) for name, tensor in (self.buffers | constants).items()}
-        draws = (self._in_model_dtypes(self._draw(seed, sample)) for sample in range(num_samples))
+        draws = (self._in_model_dtypes(self._draw(seed, sample)) for sample in samples)
         cast = ({name: _cast(weight, dtype) for name, weight in weights.items()} for weights in draws)
         return evaluating_replicas(self.model, fixed, cast)
 

@@ -22,28 +22,28 @@ class ElboEstimate(NamedTuple):
 
 
 def batches_of(
-    objective: Objective | Iterable[Any], loss_fn: LossFunction | None
+    objective: Objective | Iterable[Any], loss_fn: LossFunction | None, where: str = "elbo"
 ) -> Iterator[tuple[Any, Any, LossFunction]]:
-    """(x, y, loss function) of every batch of an objective or a loader."""
+    """(x, y, loss function) of every batch of an objective or a loader. ``where`` names the method in messages."""
     if not isinstance(objective, Iterable | Objective):
         raise TypeError(
-            f"elbo(objective): got {type(objective).__name__}, must be a vprop.Objective or a loader of batches. "
+            f"{where}(objective): got {type(objective).__name__}, must be a vprop.Objective or a loader of batches. "
             "Pass vprop.Objective(model, loss_fn, x, y), or a DataLoader with loss_fn=..."
         )
     if loss_fn is not None:
-        check_loss(loss_fn, "elbo(loader, loss_fn=...)")
+        check_loss(loss_fn, f"{where}(loader, loss_fn=...)")
     for batch in [objective] if isinstance(objective, Objective) else objective:
         if isinstance(batch, Objective):
             yield batch.x, batch.y, batch.loss_fn
             continue
         if loss_fn is None:
             raise ValueError(
-                "elbo(loader) needs loss_fn: pass elbo(loader, loss_fn=...), where loss_fn(model(x), y) is the "
+                f"{where}(loader) needs loss_fn: pass {where}(loader, loss_fn=...), where loss_fn(model(x), y) is the "
                 "mean negative log-likelihood of a batch."
             )
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise TypeError(
-                f"elbo(loader): got a batch of type {type(batch).__name__}, must be a pair (x, y) with "
+                f"{where}(loader): got a batch of type {type(batch).__name__}, must be a pair (x, y) with "
                 "loss_fn(model(x), y) its loss. Several inputs go into one x, a tuple or a dict."
             )
         yield batch[0], batch[1], loss_fn

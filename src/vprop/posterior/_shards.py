@@ -118,6 +118,12 @@ def total_ess(shards: Sequence[Posterior]) -> float | None:
     return sum(known) if len(known) == len(shards) else None
 
 
+def agreed_temperature(shards: Sequence[Posterior]) -> float | None:
+    """That of all, if it is one."""
+    temperatures = {shard.temperature for shard in shards}
+    return temperatures.pop() if len(temperatures) == 1 else None
+
+
 def agreed_likelihood(
     shards: Sequence[Posterior], likelihood: LikelihoodLike | None, noise_variance: float | Tensor | None
 ) -> dict[str, Any]:

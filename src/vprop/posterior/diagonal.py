@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vprop.posterior._base import Posterior
+from vprop.posterior._kept import KEPT, kept_prior, rest_of
 from vprop.posterior._shards import not_positive, total, wide
+from vprop.posterior.forgetting import lost_positivity
 from vprop.posterior.prior import GaussianPrior
 
 
@@ -136,6 +138,29 @@ class DiagonalPosterior(Posterior):
             mean[name] = ((weighted + (whole * whole_mean - counted)) / precision).to(own_mean.dtype)
             variance[name] = precision.reciprocal().to(self.variance[name].dtype)
         return DiagonalPosterior(self.model, mean, variance, prior, **rest)
+
+    # -- sensitivity, forgetting, pruning --------------------------------------------------------------------
+
+    def _covariance_times(self, rows: Tensor) -> Tensor:
+        return rows * self._flat(self._variance).to(rows)
+
+    def _curvature_of(self, rows: Tensor) -> Tensor:
+        return rows.square().sum(0)
+
+    def _without(self, curvature: Tensor, gradient: Tensor, ess: float) -> DiagonalPosterior:
+        precision = self._flat(self._variance).reciprocal() - curvature
+        if not bool((precision > 0).all()):
+            raise lost_positivity(float(precision.min()), f"for {int((~(precision > 0)).sum())} weights")
+        other = copy.copy(self)
+        other.mean = self._by_name(self._flat(self.mean) + gradient / precision)
+        variance = self._by_name(precision.reciprocal())
+        other._variance = {name: value.to(self._variance[name].dtype) for name, value in variance.items()}
+        other.ess = ess
+        return other
+
+    def _given_zeros(self, kept: Tensor) -> DiagonalPosterior:
+        mean, variance = self._flat(self.mean)[kept], self._flat(self._variance)[kept]
+        return DiagonalPosterior(self.model, {KEPT: mean}, {KEPT: variance}, kept_prior(self, kept), **rest_of(self))
 
 
 def _total(terms: list[Tensor]) -> Tensor:

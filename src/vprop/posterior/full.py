@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vprop.posterior._base import Posterior
+from vprop.posterior._kept import KEPT, kept_prior, rest_of
 from vprop.posterior._shards import total, why
+from vprop.posterior.forgetting import lost_positivity
 from vprop.posterior.prior import GaussianPrior
 
 
@@ -28,6 +30,7 @@ class FullPosterior(Posterior):
     """
 
     structure = "full"
+    correlated = True
     needed_tensors = ("matrix/precision",)
 
     def __init__(
@@ -178,3 +181,29 @@ class FullPosterior(Posterior):
             f"The merged precision is not positive definite: its lowest eigenvalue is {float(values[0]):.3g}, in a "
             f"direction that is mostly {max(shares, key=lambda name: shares[name])!r}. {why(less)}"
         )
+
+    # -- sensitivity, forgetting, pruning --------------------------------------------------------------------
+
+    def _covariance_times(self, rows: Tensor) -> Tensor:
+        return torch.cholesky_solve(rows.to(self._factor).T, self._factor).T
+
+    def _curvature_of(self, rows: Tensor) -> Tensor:
+        return rows.T @ rows
+
+    def _without(self, curvature: Tensor, gradient: Tensor, ess: float) -> FullPosterior:
+        precision = self.precision - curvature.to(self.precision)
+        factor, failed = torch.linalg.cholesky_ex(precision)
+        if bool(failed):
+            raise lost_positivity(float(torch.linalg.eigvalsh(precision)[0]), "definite")
+        shift = torch.cholesky_solve(gradient.to(precision).unsqueeze(-1), factor).squeeze(-1)
+        other = copy.copy(self)
+        other.mean = self._by_name(self._flat(self.mean) + shift)
+        other.precision, other._factor, other._covariance, other.ess = precision, factor, None, ess
+        return other
+
+    def _given_zeros(self, kept: Tensor) -> FullPosterior:
+        """N(μₖ + Pₖₖ⁻¹Pₖₚμₚ, Pₖₖ⁻¹): the kept weights move to make up for those that are gone."""
+        mean, precision = self._flat(self.mean), self.precision[kept][:, kept]
+        pull = self.precision[kept][:, ~kept] @ mean[~kept]
+        mean = mean[kept] + torch.cholesky_solve(pull.unsqueeze(-1), torch.linalg.cholesky(precision)).squeeze(-1)
+        return FullPosterior(self.model, {KEPT: mean}, precision, kept_prior(self, kept), **rest_of(self))

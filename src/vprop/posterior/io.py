@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _BY_PARAMETER = ("mean", "prior_mean", "prior_precision")
 """The sections that every structure has."""
+_INSIDE = Path("a part of a posterior")
+"""What messages call the source of a posterior that is a part of another."""
 
 
 def save(posterior: Posterior, path: str | Path) -> None:
@@ -34,6 +36,12 @@ def save(posterior: Posterior, path: str | Path) -> None:
         raise TypeError(
             f"save(path): {type(posterior).__name__} has no name for files. Give the class one: structure = '...'."
         )
+    tensors, settings = parts_of(posterior)
+    _container.write(target, tensors, {"settings": json.dumps(settings)})
+
+
+def parts_of(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a file has of a posterior: tensors by ``"section/name"``, and settings for JSON."""
     sections = {
         "mean": posterior.mean,
         "prior_mean": posterior.prior.mean,
@@ -43,11 +51,13 @@ def save(posterior: Posterior, path: str | Path) -> None:
     }
     tensors = {f"{section}/{name}": t for section, ts in sections.items() for name, t in ts.items()}
     settings: dict[str, Any] = {
-        "structure": structure,
+        "structure": posterior.structure,
         "ess": posterior.ess,
+        "temperature": posterior.temperature,
         "seed": posterior.seed,
         "likelihood": posterior.likelihood,
         "order": list(posterior.mean),
+        **posterior._settings(),
     }
     if posterior.scales != Scales():  # files of posteriors that were not calibrated stay as they were
         settings["scales"] = posterior.scales._asdict()
@@ -55,7 +65,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
         tensors["setting/noise_variance"] = posterior.noise_variance
     else:
         settings["noise_variance"] = posterior.noise_variance
-    _container.write(target, tensors, {"settings": json.dumps(settings)})
+    return tensors, settings
 
 
 def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
@@ -68,18 +78,27 @@ def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
     check_model(model, "load_posterior(path, model)")
     sections, settings = _read(source)
     model = unwrapped(model)
-    parameters = dict(model.named_parameters())
-    _check_parameters(sections["mean"], parameters, source)
+    _check_parameters(sections["mean"], dict(model.named_parameters()), source)
     _check_buffers(sections.get("buffer", {}), model, source)
+    return made_of(sections, settings, model, source)
+
+
+def made_of(
+    sections: dict[str, dict[str, Tensor]], settings: dict[str, Any], model: nn.Module, path: Path = _INSIDE
+) -> Posterior:
+    """The posterior with these parts (:func:`parts_of`); also one that is a part of another."""
+    parameters, mean, settings = dict(model.named_parameters()), sections["mean"], dict(settings)
+    settings.update(sections.pop("setting", {}))
     # A file has no order; the noise of a parameter depends on its place among the model's.
-    order = [name for name in parameters if name in sections["mean"]]
-    cls, saved_order = _class_of(settings.pop("structure"), source), settings.pop("order", order)
-    _to_devices(sections, model, (*_BY_PARAMETER, "buffer", *cls.sections_by_parameter), parameters[order[0]].device)
-    mean = {name: sections["mean"][name] for name in saved_order}
+    order = [name for name in parameters if name in mean] or list(mean)
+    cls, saved_order = _class_of(settings.pop("structure"), path), settings.pop("order", order)
+    device = next(iter(parameters.values())).device if order[0] not in parameters else parameters[order[0]].device
+    _to_devices(sections, model, (*_BY_PARAMETER, "buffer", *cls.sections_by_parameter), device)
+    mean = {name: mean[name] for name in saved_order}
     prior = GaussianPrior(sections["prior_mean"], sections["prior_precision"])
     rest = settings | {"buffers": sections.get("buffer", {})}
     if "scales" in rest:
-        rest["scales"] = _scales(rest["scales"], source)
+        rest["scales"] = _scales(rest["scales"], path)
     return cls._from_sections(model, mean, prior, sections, **rest)._in_order(order)
 
 
@@ -114,17 +133,22 @@ def _class_of(structure: str, path: Path) -> type[Posterior]:
 def _read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The tensors by section and name, and the settings."""
     tensors, metadata = _container.read(path, {"settings"})
-    sections: dict[str, dict[str, Tensor]] = {name: {} for name in _BY_PARAMETER}
-    for key, tensor in tensors.items():
-        section, _, name = key.partition("/")
-        sections.setdefault(section, {})[name] = tensor
+    sections = sections_of(tensors)
     try:
         settings = json.loads(metadata["settings"])
     except (KeyError, ValueError) as error:
         raise _container.damaged(path, "its settings cannot be read") from error
     _check_complete(sections, settings, path)
-    settings.update(sections.pop("setting", {}))
     return sections, settings
+
+
+def sections_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Tensors by ``"section/name"`` as tensors by section and by name."""
+    sections: dict[str, dict[str, Tensor]] = {name: {} for name in _BY_PARAMETER}
+    for key, tensor in tensors.items():
+        section, _, name = key.partition("/")
+        sections.setdefault(section, {})[name] = tensor
+    return sections
 
 
 def _check_complete(sections: dict[str, dict[str, Tensor]], settings: Any, path: Path) -> None:

@@ -66,6 +66,7 @@ def merge(
     first, whole_prior = shards[0], _prior_of_the_whole(shards, prior)
     rest = {
         "ess": _shards.total_ess(shards),
+        "temperature": _shards.agreed_temperature(shards),
         "seed": first.seed,
         "snapshot": first.snapshot,
         "buffers": _shards.merged_buffers(shards),

@@ -1,0 +1,90 @@
+"""A mixture from one call: the same training several times, from other initial weights and with other noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vprop.checks import check_loss, check_seed, invalid, is_number
+from vprop.likelihood import LikelihoodLike, likelihood_of
+from vprop.objective import LossFunction, Objective
+from vprop.optim.optimizer import VariationalOptimizer
+from vprop.posterior import Mixture
+
+
+def train_mixture(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module, int], VariationalOptimizer],
+    loader: Iterable[Any],
+    loss_fn: LossFunction,
+    *,
+    members: int = 4,
+    epochs: int = 1,
+    seed: int = 0,
+    make_scheduler: Callable[[Any], Any] | None = None,
+    likelihood: LikelihoodLike | None = None,
+) -> Mixture:
+    """Train ``members`` networks on the batches of ``loader``, one after the other: a :class:`vprop.Mixture`.
+
+    Args:
+        make_model: a new model; it is called with torch's random numbers seeded for each member, and afterwards they
+            are as they were.
+        make_optimizer: from a model and a seed to its optimizer, e.g.
+            ``lambda model, seed: vprop.Vario(model.parameters(), num_data=1000, batch_size=32, seed=seed)``.
+        loader: batches (x, y), read ``epochs`` times for every member.
+        loss_fn: ``loss_fn(model(x), y)``, the mean loss of a batch.
+        members: how many.
+        epochs: passes over the loader for each.
+        seed: member k has the seed ``seed + k``.
+        make_scheduler: from an optimizer to a scheduler, which makes a step after every one of the optimizer's.
+        likelihood: what ``predict`` assumes; by default what ``loss_fn`` is known to stand for.
+
+    >>> import torch, vprop
+    >>> x = torch.linspace(-1, 1, 32)[:, None]
+    >>> ensemble = train_mixture(
+    ...     lambda: torch.nn.Linear(1, 1),
+    ...     lambda model, seed: vprop.Vprop(model.parameters(), num_data=32, seed=seed),
+    ...     [(x, 2 * x)], torch.nn.functional.mse_loss, members=3, epochs=2)
+    >>> ensemble
+    Mixture(3 members, 2 weights in each, ess=32.0)
+    """
+    check_loss(loss_fn, "train_mixture(..., loss_fn)")
+    for name, value in (("members", members), ("epochs", epochs)):
+        if not is_number(value, whole=True) or value < 1:
+            raise invalid(name, value, "an integer >= 1", "4 members are a usual ensemble.")
+    known = likelihood_of(loss_fn) if likelihood is None else None
+    posteriors = []
+    for number in range(check_seed(seed), seed + members):
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            model = make_model()
+            optimizer = make_optimizer(model, number)
+            scheduler = None if make_scheduler is None else make_scheduler(optimizer)
+            _train(model, optimizer, scheduler, loader, loss_fn, epochs)
+        arguments: dict[str, Any] = {"likelihood": likelihood}
+        if known is not None:
+            arguments = {"likelihood": known[0], "noise_variance": known[1] if known[0] == "gaussian" else None}
+        posteriors.append(optimizer.posterior(model, **arguments))
+    return Mixture(posteriors)
+
+
+def _train(
+    model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable[Any], loss_fn: LossFunction, epochs: int
+) -> None:
+    device = next(model.parameters()).device
+    for _ in range(epochs):
+        batches = 0
+        for x, y in loader:
+            x, y = (value.to(device) if isinstance(value, torch.Tensor) else value for value in (x, y))
+            optimizer.step(Objective(model, loss_fn, x, y))
+            if scheduler is not None:
+                scheduler.step()
+            batches += 1
+        if batches == 0:
+            raise ValueError(
+                "train_mixture(loader): there are no batches in a pass. Pass a DataLoader or a list of (x, y), not an "
+                "iterator that is used up."
+            )

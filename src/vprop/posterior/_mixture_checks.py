@@ -1,0 +1,91 @@
+"""What the members of a mixture must share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vprop.checks import shown
+from vprop.posterior._base import Posterior
+from vprop.precision import as_tensor
+
+
+def check_members(posteriors: Any) -> list[Posterior]:
+    """The posteriors as a list, if they are of one architecture."""
+    if isinstance(posteriors, Posterior | str) or not isinstance(posteriors, Iterable):
+        raise TypeError(
+            f"Mixture(posteriors): got {shown(posteriors)}, must be a list of posteriors. Make each with "
+            "optimizer.posterior(model), and pass Mixture([...])."
+        )
+    members = list(posteriors)
+    if not members:
+        raise ValueError("Mixture(posteriors): there are none, must be at least one. Pass a list of posteriors.")
+    for number, member in enumerate(members):
+        if not isinstance(member, Posterior):
+            raise TypeError(
+                f"Mixture(posteriors): number {number} is a {type(member).__name__}, must be a posterior. Use "
+                "optimizer.posterior(model) or vprop.load_posterior(path, model)."
+            )
+        _check_same_model(members[0], member, number)
+    return members
+
+
+def _check_same_model(first: Posterior, other: Posterior, number: int) -> None:
+    mine, others = ({name: tuple(mean.shape) for name, mean in p.mean.items()} for p in (first, other))
+    for name in [*mine, *others]:
+        if mine.get(name) != others.get(name):
+            raise ValueError(
+                f"Mixture(posteriors): {name!r} has shape {mine.get(name)} in number 0 and {others.get(name)} in "
+                f"number {number} (None: not there); must agree. The members are posteriors of one architecture."
+            )
+    if first.model is other.model:
+        return
+    kinds = [[(name, type(module)) for name, module in p.model.named_modules()] for p in (first, other)]
+    if kinds[0] != kinds[1]:
+        differing = next((a for a, b in zip(*kinds, strict=False) if a != b), ("", type(first.model)))
+        raise ValueError(
+            f"Mixture(posteriors): the models of numbers 0 and {number} differ at {differing[0]!r}, a "
+            f"{differing[1].__name__} in number 0. The members are posteriors of one architecture: build their models "
+            "with the same function."
+        )
+
+
+def check_priors(members: Sequence[Posterior]) -> None:
+    """Refuse a KL to several priors at once."""
+    first = members[0].prior
+    for number, member in enumerate(members[1:], start=1):
+        for kind in ("mean", "precision"):
+            for name, value in getattr(first, kind).items():
+                other = getattr(member.prior, kind)[name].to(value)
+                mine, other = torch.broadcast_tensors(value, other)
+                if not torch.allclose(mine, other, rtol=1e-6, atol=0.0):
+                    raise ValueError(
+                        f"kl(): members 0 and {number} have another prior {kind} of {name!r}, so there is no one prior "
+                        "to measure from. Use kl() and elbo() of the members."
+                    )
+
+
+def agreed(values: Sequence[float | None]) -> float | None:
+    """What all have, or nothing."""
+    return values[0] if all(value == values[0] for value in values) else None
+
+
+def agreed_likelihood(members: Sequence[Posterior], weights: Sequence[float]) -> dict[str, Any]:
+    """The likelihood of all, with the mean of their noise variances: that of the mixture's observations."""
+    kinds = {member.likelihood for member in members}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"Mixture(posteriors): their likelihoods differ ({', '.join(sorted(map(repr, kinds)))}), must agree. Pass "
+            "the same likelihood to optimizer.posterior(model, likelihood=...) of every member."
+        )
+    noises = [member.noise_variance for member in members]
+    if all(not isinstance(noise, Tensor) and noise == noises[0] for noise in noises):
+        return {"likelihood": kinds.pop(), "noise_variance": noises[0]}
+    tensors = [as_tensor(noise).double() for noise in noises]
+    device = next((noise.device for noise in noises if isinstance(noise, Tensor)), tensors[0].device)
+    mean = sum(weight * tensor.to(device) for weight, tensor in zip(weights, tensors, strict=True))
+    assert isinstance(mean, Tensor)
+    return {"likelihood": kinds.pop(), "noise_variance": float(mean) if mean.dim() == 0 else mean}

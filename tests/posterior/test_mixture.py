@@ -1,0 +1,293 @@
+"""A mixture of posteriors: densities and moments against torch's, stratified samples, files, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import vprop
+from vprop.posterior import DiagonalPosterior, FullPosterior, GaussianPrior, Mixture
+
+MEANS = [[0.0, 1.0], [4.0, -2.0], [1.0, 0.0]]
+STDS = [[1.0, 0.5], [0.3, 2.0], [1.0, 1.0]]
+SHARES = [0.5, 0.3, 0.2]
+
+
+def gaussian(mean, std, *, model=None, **rest):
+    model = nn.Linear(2, 1, bias=False).double() if model is None else model
+    values = [torch.tensor([value], dtype=torch.float64) for value in (mean, std)]
+    prior = GaussianPrior({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(1.0)})
+    return DiagonalPosterior(
+        model, {"weight": values[0]}, {"weight": values[1].square()}, prior, **{"ess": 5.0, **rest}
+    )
+
+
+def make(weights=None, **rest):
+    return Mixture([gaussian(mean, std, **rest) for mean, std in zip(MEANS, STDS, strict=True)], weights)
+
+
+def torch_mixture():
+    components = torch.distributions.Independent(torch.distributions.Normal(torch.tensor(MEANS), torch.tensor(STDS)), 1)
+    return torch.distributions.MixtureSameFamily(torch.distributions.Categorical(torch.tensor(SHARES)), components)
+
+
+# -- moments, densities, bounds -------------------------------------------------------------------------------------
+
+
+def test_moments_and_density_are_those_of_the_mixture():
+    mixture, reference = make(SHARES), torch_mixture()
+    torch.testing.assert_close(mixture.mean["weight"][0].float(), reference.mean)
+    torch.testing.assert_close(mixture.variance["weight"][0].float(), reference.variance)
+    for point in ([0.0, 0.0], [3.0, -1.0], [50.0, 50.0]):
+        value = mixture.log_prob({"weight": torch.tensor([point], dtype=torch.float64)})
+        assert float(value) == pytest.approx(float(reference.log_prob(torch.tensor(point))), rel=1e-5)
+
+
+def test_one_member_is_that_posterior():
+    single = gaussian(MEANS[0], STDS[0])
+    mixture = Mixture([single])
+    x = torch.ones(3, 2, dtype=torch.float64)
+    assert torch.equal(mixture.predict(x, 7, seed=3).samples, single.predict(x, 7, seed=3).samples)
+    assert float(mixture.entropy()) == float(single.entropy())
+    assert float(mixture.kl()) == float(single.kl())
+
+
+def test_the_same_member_twice_changes_no_density():
+    single = gaussian(MEANS[0], STDS[0])
+    weights = {"weight": torch.tensor([[0.3, 0.4]], dtype=torch.float64)}
+    assert float(Mixture([single, single]).log_prob(weights)) == pytest.approx(float(single.log_prob(weights)))
+
+
+def test_entropy_and_kl_are_bounds():
+    """Against 20,000 draws; 5 standard errors on either side, one false alarm in about 10⁶."""
+    mixture, reference = make(SHARES), torch_mixture()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        draws = reference.sample((20_000,))
+    logs = reference.log_prob(draws)
+    error = 5 * float(logs.std()) / math.sqrt(20_000)
+    lower, upper = (float(bound) for bound in mixture.entropy_bounds())
+    assert lower - error < -float(logs.mean()) < upper + error
+    assert upper - lower == pytest.approx(-sum(w * math.log(w) for w in SHARES))
+    prior = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), 1.0), 1)
+    gaps = logs - prior.log_prob(draws)
+    kl, error = float(gaps.mean()), 5 * float(gaps.std()) / math.sqrt(20_000)
+    assert kl - error < float(mixture.kl()) < kl + (upper - lower) + error
+
+
+def test_members_far_apart_reach_the_upper_bound():
+    far = Mixture([gaussian([0.0, 0.0], [1.0, 1.0]), gaussian([1e3, 0.0], [1.0, 1.0])])
+    _, upper = far.entropy_bounds()
+    draws = [far.log_prob({"weight": far.sample(seed)["weight"]}) for seed in range(400)]
+    values = torch.stack(draws)
+    # Five standard errors, as above.
+    assert abs(float(values.mean()) + float(upper)) < 5 * float(values.std()) / 20
+
+
+def test_the_elbo_is_the_mean_of_the_members_elbos():
+    x, y = torch.ones(5, 2, dtype=torch.float64), torch.ones(5, 1, dtype=torch.float64)
+    mixture = make()
+    objective = vprop.Objective(mixture.model, F.mse_loss, x, y)
+    estimate = mixture.elbo_estimate(objective, 3000)
+    own = [member.elbo_estimate(objective, 3000) for member in mixture.members]
+    error = 5 * math.hypot(estimate.standard_error, *(e.standard_error / 3 for e in own))
+    assert estimate.value == pytest.approx(sum(e.value for e in own) / 3, abs=error)
+    assert estimate.kl == pytest.approx(sum(e.kl for e in own) / 3)
+
+
+# -- draws ----------------------------------------------------------------------------------------------------------
+
+
+def counts(mixture, num_samples, seed=0):
+    """How many samples of a prediction each member has: they are told apart by means that are far from each other."""
+    outputs = mixture.predict(torch.ones(1, 2, dtype=torch.float64), num_samples, seed).samples.flatten()
+    nearest = (outputs[:, None] - torch.tensor([0.0, 1000.0, 2000.0])).abs().argmin(1)
+    return [int((nearest == k).sum()) for k in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_samples", "expected"),
+    [
+        (None, 30, [10, 10, 10]),
+        (None, 3, [1, 1, 1]),
+        ([0.5, 0.3, 0.2], 10, [5, 3, 2]),
+        ([1.0, 0.0, 1.0], 6, [3, 0, 3]),
+        ([2, 6, 4], 12, [2, 6, 4]),
+    ],
+)
+def test_samples_are_shared_out_by_weight(weights, num_samples, expected):
+    members = [gaussian([1000.0 * k, 0.0], [1.0, 1.0]) for k in range(3)]
+    for seed in range(5):
+        assert counts(Mixture(members, weights), num_samples, seed) == expected
+
+
+def test_single_draws_come_from_all_members():
+    members = [gaussian([1000.0 * k, 0.0], [1.0, 1.0]) for k in range(3)]
+    mixture = Mixture(members, SHARES)
+    for draw in (lambda seed: mixture.sample(seed), lambda seed: mixture.sample()):
+        firsts = torch.stack([draw(seed)["weight"][0, 0] for seed in range(600)])
+        shares = [float(((firsts - 1000 * k).abs() < 100).double().mean()) for k in range(3)]
+        # Five standard errors of a share of 600: one false alarm in about 10⁶.
+        assert all(
+            abs(share - own) < 5 * math.sqrt(own * (1 - own) / 600) for share, own in zip(shares, SHARES, strict=True)
+        )
+
+
+def test_draws_of_members_differ_in_noise_too():
+    mixture = Mixture([gaussian([0.0, 0.0], [1.0, 1.0])] * 2)
+    outputs = mixture.predict(torch.eye(2, dtype=torch.float64), 8).samples.flatten(1)
+    assert len({tuple(row.tolist()) for row in outputs}) == 8
+
+
+def test_each_member_has_its_own_model_and_buffers():
+    def member(value):
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1, affine=False))
+        model[1].running_mean.fill_(value)
+        return vprop.Vprop(model.parameters(), num_data=10).posterior(model)
+
+    mixture = Mixture([member(0.0), member(1e6)])
+    outputs = mixture.predict(torch.ones(2, 1), 4).samples[:, 0, 0]
+    assert [float(value) < -1e5 for value in outputs] == [False, False, True, True]
+
+
+# -- mixtures of other things, files -----------------------------------------------------------------------------------
+
+
+def test_structures_mix_and_mixtures_are_unfolded():
+    model = nn.Linear(2, 1, bias=False).double()
+    prior = GaussianPrior({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(1.0)})
+    precision = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
+    full = FullPosterior(model, {"weight": torch.zeros(1, 2, dtype=torch.float64)}, precision, prior, ess=5.0)
+    diagonal = gaussian([1.0, 1.0], [1.0, 1.0])
+    whole = Mixture([Mixture([full, diagonal]), diagonal.prune(0.5)], [0.5, 0.5])
+    assert [type(member).__name__ for member in whole.members] == [
+        "FullPosterior",
+        "DiagonalPosterior",
+        "PrunedPosterior",
+    ]
+    assert whole.weights == [0.25, 0.25, 0.5]
+    assert len(whole) == 3
+    assert whole.predict(torch.ones(4, 2, dtype=torch.float64), 8).samples.shape == (8, 4, 1)
+
+
+def test_saved_and_loaded(tmp_path):
+    def member(seed, optimizer):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model[1].running_mean.fill_(float(seed))
+        posterior = optimizer(model.parameters(), num_data=10, seed=seed)
+        return posterior.posterior(model, likelihood="gaussian", noise_variance=torch.tensor([0.1, 0.2 + seed]))
+
+    with torch.random.fork_rng():
+        mixture = Mixture([member(0, vprop.Vprop), member(1, vprop.VON), member(2, vprop.Vprop)], [0.2, 0.3, 0.5])
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    mixture.save(tmp_path / "mixture.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "mixture.safetensors", model)
+    assert isinstance(loaded, Mixture)
+    assert loaded.weights == mixture.weights
+    x = torch.ones(3, 2)
+    assert torch.equal(loaded.predict(x, 10).samples, mixture.predict(x, 10).samples)
+    assert torch.equal(loaded.predict(x, 10).variance, mixture.predict(x, 10).variance)
+    torch.testing.assert_close(loaded.noise_variance, torch.tensor([0.1, 0.2 + 0.3 + 1.0]).double())
+    assert torch.equal(loaded.log_prob(loaded.sample(1)), mixture.log_prob(mixture.sample(1)))
+    other = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="does not fit this model"):
+        vprop.load_posterior(tmp_path / "mixture.safetensors", other)
+
+
+def test_training_by_one_call():
+    x = torch.linspace(-1, 1, 24)[:, None]
+    state = torch.get_rng_state()
+
+    def train(seed=0):
+        return vprop.train_mixture(
+            lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)),
+            lambda model, seed: vprop.Vprop(model.parameters(), lr=0.1, num_data=24, seed=seed),
+            [(x[:12], x[:12]), (x[12:], x[12:])],
+            F.mse_loss,
+            members=3,
+            epochs=2,
+            seed=seed,
+            make_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
+        )
+
+    mixture = train()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [member.seed for member in mixture.members] == [0, 1, 2]
+    firsts = [member.mean["0.weight"] for member in mixture.members]
+    assert not torch.equal(firsts[0], firsts[1])
+    assert (mixture.likelihood, mixture.noise_variance) == ("gaussian", 0.5)
+    again = train()
+    assert all(torch.equal(a.mean["0.weight"], b) for a, b in zip(again.members, firsts, strict=True))
+    assert torch.equal(train(seed=1).members[0].mean["0.weight"], firsts[1])
+
+
+def test_training_refusals():
+    def make_optimizer(model, seed):
+        return vprop.Vprop(model.parameters(), num_data=4, seed=seed)
+
+    batch = (torch.ones(1, 1), torch.ones(1, 1))
+
+    def train(loader=(batch,), loss_fn=F.mse_loss, **rest):
+        return vprop.train_mixture(lambda: nn.Linear(1, 1), make_optimizer, loader, loss_fn, **rest)
+
+    for arguments, message in [
+        ({"members": 0}, "Invalid members"),
+        ({"epochs": 0}, "Invalid epochs"),
+        ({"seed": -1}, "Invalid seed"),
+        ({"loader": []}, "there are no batches"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            train(**arguments)
+    with pytest.raises(TypeError, match="loss_fn"):
+        train(loss_fn=nn.MSELoss)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_refusals():
+    one = gaussian(MEANS[0], STDS[0])
+    with pytest.raises(TypeError, match="must be a list of posteriors"):
+        Mixture(one)
+    with pytest.raises(ValueError, match="there are none"):
+        Mixture([])
+    with pytest.raises(TypeError, match="number 1 is a Linear"):
+        Mixture([one, one.model])
+    other = nn.Linear(3, 1, bias=False)
+    another = vprop.Vprop(other.parameters(), num_data=5).posterior(other)
+    with pytest.raises(ValueError, match=r"'weight' has shape \(1, 2\) in number 0 and \(1, 3\) in number 1"):
+        Mixture([one, another])
+    models = [nn.Sequential(nn.Linear(2, 2), kind(), nn.Linear(2, 1)) for kind in (nn.ReLU, nn.Tanh)]
+    posteriors = [vprop.Vprop(model.parameters(), num_data=5).posterior(model) for model in models]
+    with pytest.raises(ValueError, match="differ at '1', a ReLU in number 0"):
+        Mixture(posteriors)
+    with pytest.raises(ValueError, match="their likelihoods differ"):
+        Mixture([one, gaussian(MEANS[0], STDS[0], likelihood="bernoulli")])
+    for weights in ([1.0], [0.0, 0.0], [1.0, -1.0], [math.nan, 1.0]):
+        with pytest.raises(ValueError, match="Invalid weights"):
+            Mixture([one, one], weights)
+    mixture = Mixture([one, one])
+    with pytest.raises(ValueError, match="a mixture is no Gaussian"):
+        mixture.as_prior()
+    for ask in (lambda: mixture.prune(0.5), lambda: mixture.sensitivity((torch.ones(1, 2), torch.ones(1, 1)))):
+        with pytest.raises(TypeError, match="Ask the members of a mixture one by one"):
+            ask()
+    shifted = gaussian(MEANS[0], STDS[0])
+    shifted.prior = GaussianPrior({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(3.0)})
+    with pytest.raises(ValueError, match="another prior precision of 'weight'"):
+        Mixture([one, shifted]).kl()
+
+
+def test_sizes_that_differ_leave_no_elbo():
+    mixture = Mixture([gaussian(MEANS[0], STDS[0]), gaussian(MEANS[0], STDS[0], ess=9.0)])
+    assert mixture.ess is None
+    objective = vprop.Objective(
+        mixture.model, F.mse_loss, torch.ones(1, 2, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    )
+    with pytest.raises(ValueError, match="one effective sample size"):
+        mixture.elbo(objective)
