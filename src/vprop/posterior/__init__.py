@@ -5,9 +5,11 @@ from vprop.posterior._base import ElboEstimate, Posterior
 from vprop.posterior.diagonal import DiagonalPosterior
 from vprop.posterior.full import FullPosterior
 from vprop.posterior.io import load_posterior
+from vprop.posterior.linearized import LinearizedPrediction
 from vprop.posterior.merge import merge
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
+from vprop.posterior.summary import PredictionSummary
 
 __all__ = [
     "DiagonalPosterior",
@@ -15,8 +17,10 @@ __all__ = [
     "FullPosterior",
     "GaussianPrior",
     "Likelihood",
+    "LinearizedPrediction",
     "Posterior",
     "Prediction",
+    "PredictionSummary",
     "load_posterior",
     "merge",
 ]

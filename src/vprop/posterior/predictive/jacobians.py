@@ -1,0 +1,121 @@
+"""Mean and covariance of the outputs of the linearised model, N(f(x, μ), JΣJᵀ) for each example.
+
+J has a row for each output of an example and a column for each weight. Reverse mode makes it row by row, one backward
+for each output; forward mode column by column. The shorter side decides. Examples are worked on a few at a time, so
+that no more than about 2²³ numbers of J exist at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import jacfwd, jacrev, vmap
+
+from vprop.posterior.predictive.functions import ModelFunction, Prepared, first_rows, function_of, told_with_input
+from vprop.posterior.predictive.inputs import leaves, mapped
+
+if TYPE_CHECKING:
+    from vprop.posterior._base import Posterior
+
+ELEMENTS = 1 << 23
+"""Of J that are held at once."""
+
+Jacobian = dict[str, Tensor]
+"""By parameter: (examples, outputs of an example, *the parameter's shape)."""
+
+
+class LinearizedOutputs:
+    """For each batch the mean of its outputs and, for each example, their covariance."""
+
+    def __init__(self, posterior: Posterior) -> None:
+        self._posterior = posterior
+        self._function: ModelFunction = function_of(posterior)
+        if self._function.anew:
+            raise TypeError(
+                'predict(method="linearized"): the model has modules that change their weights when they are put into '
+                "evaluation mode, so that its output has no derivative there. Use the default, method='sample'."
+            )
+        self._weights = posterior._in_model_dtypes(posterior.mean)
+        self._modes: list[Callable[..., Jacobian]] | None = None
+
+    def __call__(self, x: Any, report: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+        """Outputs at the mean, (examples, …), and JΣJᵀ, (examples, outputs, outputs)."""
+        with told_with_input(x, self._posterior.model):
+            prepared = self._function.prepare(x)
+            mean = self._function(self._weights, prepared)
+            if mean.dim() == 0:
+                raise ValueError(
+                    'predict(method="linearized"): the model returned one number, must return an output for each '
+                    "example, in its first dimension."
+                )
+            rows, outputs = len(mean), mean[0].numel() if len(mean) else 1
+            size = outputs * self._posterior.num_parameters
+            covariances = []
+            for start in range(0, rows, max(1, ELEMENTS // size)):
+                stop = min(rows, start + max(1, ELEMENTS // size))
+                jacobian = self._jacobian(first_rows(prepared, rows, start, stop), stop - start, outputs)
+                covariances.append(self._covariance(jacobian))
+                report(stop - start)
+        empty = mean.new_zeros((0, outputs, outputs))
+        return mean, torch.cat(covariances) if covariances else empty
+
+    def _covariance(self, jacobian: Jacobian) -> Tensor:
+        """Σ = RRᵀ, so JΣJᵀ = (JR)(JR)ᵀ: symmetric, and without a negative eigenvalue but for rounding."""
+        total: Any = 0
+        for part in self._posterior._times_root(jacobian):
+            total = total + part @ part.mT
+        return total
+
+    def _jacobian(self, prepared: Prepared, rows: int, outputs: int) -> Jacobian:
+        """By the mode that suits the sizes; by the next one, if the model has an operation that it lacks."""
+        if self._modes is None:
+            forward_first = self._posterior.num_parameters < outputs
+            by_mode = [self._forward, self._reverse] if forward_first else [self._reverse]
+            self._modes = [*by_mode, self._one_by_one]
+        while len(self._modes) > 1:
+            try:
+                return self._modes[0](prepared, rows, outputs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # whatever is wrong beside the mode, the last one says it
+                self._modes = self._modes[1:]
+        return self._modes[0](prepared, rows, outputs)
+
+    def _forward(self, prepared: Prepared, rows: int, outputs: int) -> Jacobian:
+        jacobian = jacfwd(lambda weights: self._function(weights, prepared))(self._weights)
+        return {name: part.reshape(rows, outputs, *self._weights[name].shape) for name, part in jacobian.items()}
+
+    def _reverse(self, prepared: Prepared, rows: int, outputs: int) -> Jacobian:
+        held = (prepared.args, prepared.kwargs)
+
+        def is_rows(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+
+        def of_one(examples: list[Tensor]) -> Jacobian:
+            remaining = iter(examples)
+            args, kwargs = mapped(lambda value: next(remaining) if is_rows(value) else value, held)
+            one = Prepared(args, kwargs, prepared.tail)
+            return jacrev(lambda weights: self._function(weights, one)[0].reshape(-1))(self._weights)
+
+        # Each example as a batch of one, which is what models take.
+        return vmap(of_one)([value.unsqueeze(1) for value in leaves(held) if is_rows(value)])
+
+    def _one_by_one(self, prepared: Prepared, rows: int, outputs: int) -> Jacobian:
+        """An example after the other, an output after the other: slow, and for every model that has gradients."""
+        jacobians: list[list[list[Tensor]]] = []
+        with torch.enable_grad():
+            for row in range(rows):
+                weights = {name: weight.detach().requires_grad_() for name, weight in self._weights.items()}
+                output = self._function(weights, first_rows(prepared, rows, row, row + 1))
+                grads = [
+                    torch.autograd.grad(value, list(weights.values()), retain_graph=True, materialize_grads=True)
+                    for value in output.reshape(-1)
+                ]
+                jacobians.append([list(of_output) for of_output in grads])
+        return {
+            name: torch.stack([torch.stack([of_output[i] for of_output in of_row]) for of_row in jacobians])
+            for i, name in enumerate(self._weights)
+        }
