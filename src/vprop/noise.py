@@ -129,6 +129,22 @@ def portable_normal(
     return out
 
 
+def normals_of_samples(parameter: Tensor, draw: Draw, samples: range) -> Tensor | None:
+    """The noise of one parameter in several samples, in the first dimension; ``None`` where no kernel can make it.
+
+    For small parameters, of which calls of :func:`normals_like` would cost more than the numbers.
+    """
+    dtype, size = compute_dtype(parameter), parameter.numel()
+    kernel = None if is_sharded(parameter) else _kernel_for(parameter.device, dtype, draw)
+    if kernel is None:
+        return None
+    out = torch.empty(len(samples), size, dtype=dtype, device=parameter.device)
+    for row, sample in zip(out, samples, strict=True):
+        source = source_word(draw.stream, sample)
+        kernel.normal(row, 0, seed=draw.seed, parameter=draw.parameter, step=draw.step, source=source)  # type: ignore[arg-type]
+    return out.view(len(samples), *parameter.shape)
+
+
 def normals_like(
     parameters: Sequence[Tensor], draws: Sequence[Draw], *, portable: bool = False
 ) -> Iterator[tuple[int, Tensor]]:

@@ -80,7 +80,7 @@ class Posterior(ABC):
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         self.buffers = buffers
         self.head: str | None = None
-        """The one module that the weights belong to, if the rest of the model is to be run once (:meth:`last_layer`)."""
+        """The module that the weights belong to, if the rest of the model is to be run once (:meth:`last_layer`)."""
         self.constants: dict[str, Tensor] = {}
         """Weights without a posterior that are not those of the model, but of the snapshot."""
         self._weight_dtypes = {name: p.dtype for name, p in model.named_parameters() if name in mean}
@@ -124,8 +124,8 @@ class Posterior(ABC):
         ``jacobian`` has for every parameter a tensor (…, *the parameter's shape), the derivatives by its weights.
         """
         raise NotImplementedError(
-            f'{type(self).__name__} does not say how a Jacobian is multiplied by its covariance, which method="linearized" '
-            "needs. Write _times_root(), or use the default, method='sample'."
+            f"{type(self).__name__} does not say how a Jacobian is multiplied by its covariance, which "
+            "method='linearized' needs. Write _times_root(), or use the default, method='sample'."
         )
 
     def _restricted(self, names: list[str]) -> Posterior:
@@ -188,7 +188,7 @@ class Posterior(ABC):
         """
         if self.constants:
             raise ValueError(
-                "save(path): this posterior of a last layer has the rest of the model at the mean of another posterior, "
+                "save(path): this posterior of a last layer has the rest of the model at the mean of another one, "
                 "which a file has no place for. Save that one, load it, and call last_layer() again."
             )
         io.save(self, path)
@@ -229,11 +229,11 @@ class Posterior(ABC):
     ) -> Prediction:
         """Outputs of the model, in evaluation mode, under ``num_samples`` weights drawn with ``seed``.
 
-        ``x`` is a tensor or a NumPy array, which the model is called with once for each draw; a tuple, which becomes the
-        positional arguments of the model, or a dict, its keyword arguments; or a loader: a DataLoader, or an iterator,
-        over batches x, (x, y) or dicts. Labels are ignored, inputs moved to the model's device. All batches meet the
-        same weights, so that a prediction does not depend on how the data are cut, and results are gathered on the CPU.
-        Of an output that has ``logits`` (Hugging Face) these are taken.
+        ``x`` is a tensor or a NumPy array, which the model is called with once for each draw; a tuple, which becomes
+        the positional arguments of the model, or a dict, its keyword arguments; or a loader: a DataLoader, or an
+        iterator, over batches x, (x, y) or dicts. Labels are ignored, inputs moved to the model's device. All batches
+        meet the same weights, so that a prediction does not depend on how the data are cut, and results are gathered on
+        the CPU. Of an output that has ``logits`` (Hugging Face) these are taken.
 
         Nothing of the model is changed meanwhile: any number of threads may predict at once, while another one trains.
 

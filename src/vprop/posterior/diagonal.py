@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from vprop import noise
 from vprop.posterior._base import Posterior
 from vprop.posterior._shards import not_positive, total, wide
 from vprop.posterior.prior import GaussianPrior
@@ -56,16 +57,14 @@ class DiagonalPosterior(Posterior):
         return weights
 
     def _stacked_draws(self, seed: int, start: int, stop: int) -> dict[str, Tensor]:
-        """As the base class has them, but that a parameter's are made with one multiplication."""
-        if stop - start == 1:
-            return super()._stacked_draws(seed, start, stop)
-        noises = {name: mean.new_empty(stop - start, *mean.shape) for name, mean in self.mean.items()}
-        for sample in range(start, stop):
-            for name, eps in self._noise(seed, sample):
-                noises[name][sample - start] = eps
-        draws = {}
-        for name, mean in self.mean.items():
-            draws[name] = mean + self._variance[name].sqrt() * noises.pop(name)
+        """As the base class has them, but that the draws of a parameter are made together."""
+        draws: dict[str, Tensor] = {}
+        for number, (name, mean) in enumerate(self.mean.items()):
+            address = noise.Draw(seed, number, step=0, stream=noise.Stream.POSTERIOR)
+            eps = noise.normals_of_samples(mean, address, range(start, stop))
+            if eps is None:
+                return super()._stacked_draws(seed, start, stop)
+            draws[name] = mean + self._variance[name].sqrt() * eps
         return self._in_model_dtypes(draws)
 
     def _times_root(self, jacobian: dict[str, Tensor]) -> Iterator[Tensor]:

@@ -200,7 +200,7 @@ class Prediction:
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Tensors of several batches as one; the batches may have different numbers of examples, and no other difference."""
+    """Tensors of several batches as one; they may have different numbers of examples, and no other difference."""
     shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
     if any(part.dim() <= dim for part in parts) or len(shapes) > 1:
         found = ", ".join(str(tuple(part.shape[1:])) for part in parts[:4])

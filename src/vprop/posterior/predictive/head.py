@@ -19,8 +19,8 @@ def last_layer(posterior: Posterior, head: Any) -> Posterior:
     names = [parameter for parameter in posterior.mean if parameter in own]
     if not names:
         raise ValueError(
-            f"last_layer({name!r}): none of this module's weights has a posterior, must have one at least. Those that have: "
-            f"{_some(list(posterior.mean))}."
+            f"last_layer({name!r}): none of this module's weights has a posterior, must have one at least. Those that "
+            f"have: {_some(list(posterior.mean))}."
         )
     _refuse_shared(posterior.model, name, module)
     other = copy.copy(posterior) if names == list(posterior.mean) else posterior._restricted(names)
@@ -30,7 +30,7 @@ def last_layer(posterior: Posterior, head: Any) -> Posterior:
 
 
 def _default(posterior: Posterior) -> str:
-    """The smallest module that all weights belong to; of a posterior of the whole model its last module with weights."""
+    """The smallest module that all weights belong to; of a posterior of all of the model the last that has weights."""
     owners = [name.rpartition(".")[0].split(".") for name in posterior.mean]
     shared = []
     for words in zip(*owners, strict=False):
@@ -71,8 +71,8 @@ def _refuse_shared(model: nn.Module, name: str, module: nn.Module) -> None:
     for key, p in model.named_parameters(remove_duplicate=False):
         if id(p) in own and not key.startswith(f"{name}."):
             raise ValueError(
-                f"last_layer({name!r}): this module shares the weight {key!r} with the rest of the model, must have its "
-                "own. Predict with the posterior itself."
+                f"last_layer({name!r}): this module shares the weight {key!r} with the rest of the model, must have "
+                "its own. Predict with the posterior itself."
             )
 
 

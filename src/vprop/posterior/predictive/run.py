@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from vprop.checks import check_flag, check_num_samples, check_seed, invalid
@@ -90,7 +89,8 @@ def _of_a_batch(
 ) -> Callable[[Any, Callable[[int], None]], Prediction]:
     """What makes the prediction for a batch: the same weights, or the same linearisation, for all of them."""
     if settings.method == "linearized":
-        moments, how = LinearizedOutputs(posterior), {"num_samples": settings.num_samples, "seed": settings.seed}
+        moments = LinearizedOutputs(posterior)
+        how: Any = {"num_samples": settings.num_samples, "seed": settings.seed}
         return lambda x, report: LinearizedPrediction(*moments(x, report), likelihood, noise_variance, **how)
     outputs = SampledOutputs(posterior, settings.num_samples, settings.seed, vmap=settings.vmap, several=several)
     return lambda x, report: Prediction(outputs(x, report), likelihood, noise_variance)
@@ -114,8 +114,8 @@ def _warn_of_nan(outputs: Tensor) -> None:
     nan = outputs.isnan().any(0)
     examples = nan.flatten(1).any(1) if nan.dim() > 1 else nan.reshape(-1)
     warnings.warn(
-        f"predict(): the model's outputs are NaN for {int(examples.sum())} of {examples.numel()} examples, and so is what "
-        "follows from them. Look for NaN in these inputs (x.isnan()), in the weights (posterior.mean), and for "
+        f"predict(): the model's outputs are NaN for {int(examples.sum())} of {examples.numel()} examples, and so is "
+        "what follows from them. Look for NaN in these inputs (x.isnan()), in the weights (posterior.mean), and for "
         "variances that are too large for the model.",
         RuntimeWarning,
         stacklevel=5,
@@ -129,6 +129,6 @@ def _refuse_another_model(posterior: Posterior) -> None:
         if own.get(name) != mean.shape:
             found = f"has shape {tuple(own[name])} in it" if name in own else "is not in it"
             raise ValueError(
-                f"predict(): this posterior is not one of its model, {type(posterior.model).__name__}: {name!r}, of shape "
-                f"{tuple(mean.shape)}, {found}. Build the model as it was when the posterior was made."
+                f"predict(): this posterior is not one of its model, {type(posterior.model).__name__}: {name!r}, of "
+                f"shape {tuple(mean.shape)}, {found}. Build the model as it was when the posterior was made."
             )

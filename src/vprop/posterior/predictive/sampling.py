@@ -22,7 +22,7 @@ _DRAWN_AT_ONCE = 1 << 20
 """Weights, of all draws that are made together."""
 _KEPT_BYTES = 1 << 28
 """Draws are kept from batch to batch if they take no more; otherwise each batch makes them again."""
-_LARGEST_VMAP = {"cpu": 1 << 20, "cuda": 1 << 30}
+_LARGEST_VMAP = {"cpu": 1 << 19, "cuda": 1 << 30}
 """Examples times weights up to which vmap was faster than a loop where it was measured (`vprop bench predict`)."""
 
 _BATCHED_WELL = (
