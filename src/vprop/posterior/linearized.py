@@ -85,7 +85,7 @@ class LinearizedPrediction(Prediction):
         mean = (
             self.output_mean.double().flatten(1) if self.output_mean.dim() > 1 else self.output_mean.double()[:, None]
         )
-        values, vectors = torch.linalg.eigh(self.output_covariance.double())
+        values, vectors = torch.linalg.eigh(self.output_covariance.double().nan_to_num())  # the mean has the NaN, too
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)  # also of a singular matrix
         outputs = []
         for sample in range(self._num_samples):

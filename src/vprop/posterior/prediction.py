@@ -117,7 +117,7 @@ class Prediction:
         return (self.entropy - expected).clamp_min(0)
 
     def _probs_variance(self) -> Tensor:
-        return self._sample_probs().var(0, unbiased=len(self.samples) > 1)
+        return _spread(self._sample_probs())
 
     def _sample_probs(self) -> Tensor:
         self._require(*_CLASSIFIERS)
@@ -138,7 +138,7 @@ class Prediction:
     @property
     def epistemic_variance(self) -> Tensor:
         """Variance of the mean under the posterior: what more data would remove."""
-        return self._sample_means().var(0, unbiased=len(self.samples) > 1)
+        return _spread(self._sample_means())
 
     @property
     def aleatoric_variance(self) -> Tensor:
@@ -210,3 +210,8 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
             "posterior.sampled_models(), which leaves the outputs to you."
         )
     return torch.cat(list(parts), dim)
+
+
+def _spread(values: Tensor) -> Tensor:
+    """Variance over the first dimension, 0 of a single value; torch warns of a tensor without elements."""
+    return values.var(0, unbiased=len(values) > 1) if values.numel() else values.new_zeros(values.shape[1:])

@@ -213,7 +213,7 @@ def _tensor_from(array: Any) -> Tensor:
     """A copy: arrays may be read-only, or run backwards."""
     values = array.__array__()
     try:
-        return torch.tensor(values, device="cpu")
+        return torch.as_tensor(values.copy(), device="cpu")
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"predict(x): got {described(values)}, must be an array of numbers. Encode what is text or a category, and "

@@ -118,7 +118,7 @@ def _warn_of_nan(outputs: Tensor) -> None:
         "what follows from them. Look for NaN in these inputs (x.isnan()), in the weights (posterior.mean), and for "
         "variances that are too large for the model.",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
