@@ -62,8 +62,6 @@ class DiagonalPosterior(Posterior):
         for number, (name, mean) in enumerate(self.mean.items()):
             address = noise.Draw(seed, number, step=0, stream=noise.Stream.POSTERIOR)
             eps = noise.normals_of_samples(mean, address, range(start, stop))
-            if eps is None:
-                return super()._stacked_draws(seed, start, stop)
             draws[name] = mean + self._variance[name].sqrt() * eps
         return self._in_model_dtypes(draws)
 

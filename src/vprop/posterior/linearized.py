@@ -87,12 +87,10 @@ class LinearizedPrediction(Prediction):
         )
         values, vectors = torch.linalg.eigh(self.output_covariance.double().nan_to_num())  # the mean has the NaN, too
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)  # also of a singular matrix
-        outputs = []
-        for sample in range(self._num_samples):
-            address = noise.Draw(self._seed, _PARAMETER, 0, sample, noise.Stream.POSTERIOR)
-            eps = noise.normal(0, mean.numel(), address, device=mean.device, dtype=torch.float64).view_as(mean)
-            outputs.append(mean + (root @ eps.unsqueeze(-1)).squeeze(-1))
-        return torch.stack(outputs).view(-1, *self.output_mean.shape).to(self.output_mean.dtype)
+        address, count = noise.Draw(self._seed, _PARAMETER, 0, stream=noise.Stream.POSTERIOR), self._num_samples
+        eps = noise.normal(0, count * mean.numel(), address, device=mean.device, dtype=torch.float64)
+        outputs = mean + (root @ eps.view(count, *mean.shape, 1)).squeeze(-1)
+        return outputs.view(count, *self.output_mean.shape).to(self.output_mean.dtype)
 
     def _by_samples(self) -> Prediction:
         return Prediction(self.samples, self.likelihood)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood, split_heteroscedastic
 from vprop.posterior._quantiles import check_probability, mixture_quantile, sample_quantile
-from vprop.precision import as_tensor
 
 _CLASSIFIERS = ("categorical", "bernoulli")
 _REGRESSIONS = ("gaussian", "heteroscedastic")
@@ -154,7 +153,7 @@ class Prediction:
         return self.epistemic_variance + self.aleatoric_variance
 
     def _noise_like(self, mean: Tensor) -> Tensor:
-        noise = as_tensor(self._noise_variance).to(mean)
+        noise = torch.as_tensor(self._noise_variance, dtype=mean.dtype, device=mean.device)
         try:
             return noise.expand(mean.shape)
         except RuntimeError as error:

@@ -25,6 +25,8 @@ ELEMENTS = 1 << 23
 
 Jacobian = dict[str, Tensor]
 """By parameter: (examples, outputs of an example, *the parameter's shape)."""
+Linearization = tuple[Jacobian, Tensor]
+"""With the outputs, (examples, outputs of an example), at which it was made."""
 
 
 class LinearizedOutputs:
@@ -39,7 +41,7 @@ class LinearizedOutputs:
                 "evaluation mode, so that its output has no derivative there. Use the default, method='sample'."
             )
         self._weights = posterior._in_model_dtypes(posterior.mean)
-        self._modes: list[Callable[..., Jacobian]] | None = None
+        self._modes: list[Callable[..., Linearization]] | None = None
 
     def __call__(self, x: Any, report: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         """Outputs at the mean, (examples, …), and JΣJᵀ, (examples, outputs, outputs)."""
@@ -56,7 +58,8 @@ class LinearizedOutputs:
             covariances = []
             for start in range(0, rows, max(1, ELEMENTS // size)):
                 stop = min(rows, start + max(1, ELEMENTS // size))
-                jacobian = self._jacobian(first_rows(prepared, rows, start, stop), stop - start, outputs)
+                jacobian, at = self._linearization(first_rows(prepared, rows, start, stop), stop - start, outputs)
+                _refuse_dependent(mean[start:stop].reshape(stop - start, outputs), at)
                 covariances.append(self._covariance(jacobian))
                 report(stop - start)
         empty = mean.new_zeros((0, outputs, outputs))
@@ -69,7 +72,7 @@ class LinearizedOutputs:
             total = total + part @ part.mT
         return total
 
-    def _jacobian(self, prepared: Prepared, rows: int, outputs: int) -> Jacobian:
+    def _linearization(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
         """By the mode that suits the sizes; by the next one, if the model has an operation that it lacks."""
         if self._modes is None:
             forward_first = self._posterior.num_parameters < outputs
@@ -84,38 +87,59 @@ class LinearizedOutputs:
                 self._modes = self._modes[1:]
         return self._modes[0](prepared, rows, outputs)
 
-    def _forward(self, prepared: Prepared, rows: int, outputs: int) -> Jacobian:
-        jacobian = jacfwd(lambda weights: self._function(weights, prepared))(self._weights)
-        return {name: part.reshape(rows, outputs, *self._weights[name].shape) for name, part in jacobian.items()}
+    def _forward(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
+        def of_all(weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            output = self._function(weights, prepared).reshape(rows, outputs)
+            return output, output
 
-    def _reverse(self, prepared: Prepared, rows: int, outputs: int) -> Jacobian:
+        return jacfwd(of_all, has_aux=True)(self._weights)
+
+    def _reverse(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
         held = (prepared.args, prepared.kwargs)
 
         def is_rows(value: Any) -> bool:
             return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
-        def of_one(examples: list[Tensor]) -> Jacobian:
+        def of_one(examples: list[Tensor]) -> Linearization:
             remaining = iter(examples)
             args, kwargs = mapped(lambda value: next(remaining) if is_rows(value) else value, held)
-            one = Prepared(args, kwargs, prepared.tail)
-            return jacrev(lambda weights: self._function(weights, one)[0].reshape(-1))(self._weights)
+
+            def output(weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+                value = self._function(weights, Prepared(args, kwargs, prepared.tail))[0].reshape(-1)
+                return value, value
+
+            return jacrev(output, has_aux=True)(self._weights)
 
         # Each example as a batch of one, which is what models take.
         return vmap(of_one)([value.unsqueeze(1) for value in leaves(held) if is_rows(value)])
 
-    def _one_by_one(self, prepared: Prepared, rows: int, outputs: int) -> Jacobian:
+    def _one_by_one(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
         """An example after the other, an output after the other: slow, and for every model that has gradients."""
-        jacobians: list[list[list[Tensor]]] = []
+        jacobians: list[list[tuple[Tensor, ...]]] = []
+        values = []
         with torch.enable_grad():
             for row in range(rows):
                 weights = {name: weight.detach().requires_grad_() for name, weight in self._weights.items()}
-                output = self._function(weights, first_rows(prepared, rows, row, row + 1))
-                grads = [
-                    torch.autograd.grad(value, list(weights.values()), retain_graph=True, materialize_grads=True)
-                    for value in output.reshape(-1)
-                ]
-                jacobians.append([list(of_output) for of_output in grads])
-        return {
+                output = self._function(weights, first_rows(prepared, rows, row, row + 1)).reshape(-1)
+                leaves = list(weights.values())
+                jacobians.append(
+                    [torch.autograd.grad(v, leaves, retain_graph=True, materialize_grads=True) for v in output]
+                )
+                values.append(output.detach())
+        by_name = {
             name: torch.stack([torch.stack([of_output[i] for of_output in of_row]) for of_row in jacobians])
             for i, name in enumerate(self._weights)
         }
+        return by_name, torch.stack(values)
+
+
+def _refuse_dependent(together: Tensor, apart: Tensor) -> None:
+    """Refuse a model whose output for an example depends on those beside it: a sequence with time first, say."""
+    tolerance = 1e-2 if together.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    scale = float(together.abs().nan_to_num(0.0, 0.0, 0.0).mean())
+    if not torch.allclose(together, apart, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+        raise ValueError(
+            'predict(method="linearized"): the model returns something else for an example alone than among others. '
+            "The first dimension of its input and output must be examples that do not depend on each other; a sequence "
+            "needs the batch first (batch_first=True). Use the default, method='sample'."
+        )
