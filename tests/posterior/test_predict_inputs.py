@@ -284,8 +284,8 @@ def test_outputs_that_do_not_fit_together():
     posterior = Vprop(model.parameters(), num_data=10).posterior(model)
     with pytest.raises(ValueError, match=r"outputs for several batches do not fit together: .* \(2, 3\), \(2, 5\)\."):
         posterior.predict(iter([torch.ones(2, 3), torch.ones(2, 5)]), 3)
+    model.forward = lambda x: (model.scale * x).sum()
     with pytest.raises(ValueError, match=r"must return an output for each example"):
-        model.forward = lambda x: (model.scale * x).sum()
         posterior.predict(torch.ones(2, 3), method="linearized")
 
 
