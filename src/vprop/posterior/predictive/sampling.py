@@ -22,7 +22,7 @@ _DRAWN_AT_ONCE = 1 << 20
 """Weights, of all draws that are made together."""
 _KEPT_BYTES = 1 << 28
 """Draws are kept from batch to batch if they take no more; otherwise each batch makes them again."""
-_LARGEST_VMAP = {"cpu": 1 << 19, "cuda": 1 << 30}
+_LARGEST_VMAP = {"cpu": 1 << 19}
 """Examples times weights up to which vmap was faster than a loop where it was measured (`vprop bench predict`)."""
 
 _BATCHED_WELL = (
@@ -91,18 +91,18 @@ class SampledOutputs:
         ]
 
     def _wants_vmap(self, x: Any) -> bool:
-        """As was asked; or where it was measured to be faster.
+        """As was asked; or for several batches where it was measured to be faster: small models on a CPU.
 
-        For a single batch on a CPU the time goes into drawing the weights, and a loop gives the last digit of the
-        outputs as :meth:`sampled_models` does.
+        For a single batch the time goes into drawing the weights, and a loop gives the outputs of ``sampled_models`` to
+        the last digit.
         """
         if self._vmap is not None:
             return self._vmap
         device = next(iter(self._posterior.mean.values())).device.type
         rows = max((len(value) for value in leaves(x) if has_rows(value)), default=1)
         small = rows * self._posterior.num_parameters <= _LARGEST_VMAP.get(device, 0)
-        pays = self._at_once > 1 and (self._several or device != "cpu")
-        return pays and small and not self._function.anew and _is_batched_well(self._posterior.model)
+        worth = self._several and self._at_once > 1 and small and not self._function.anew
+        return worth and _is_batched_well(self._posterior.model)
 
 
 def _is_batched_well(model: nn.Module) -> bool:
