@@ -3,8 +3,8 @@
     python benchmarks/predictions.py --json benchmarks/results/predictions.json --picture docs/predictions/ways.png
 
 Digits, half of them for training, a network with two hidden layers of 64 units trained by Vario with its defaults (and
-by centred Vprop), five splits. And forty points on a line, for the picture. Nothing is chosen on the test data: there is
-nothing to choose.
+by centred Vprop), five splits. And forty points on a line, for the picture. Nothing is chosen on the test data: there
+is nothing to choose.
 """
 
 from __future__ import annotations

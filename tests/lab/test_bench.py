@@ -290,7 +290,7 @@ class TestPredict:
         rows = []
         case.model[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
         predict.CONTENDERS[name](case, 3)()
-        forwards = {"predict, vmap": 1, "a batch of a loader": 3 * predict.BATCHES, "last layer": 1}
+        forwards = {"predict with vmap": 1, "a batch of a loader": 3 * predict.BATCHES, "last layer": 1}
         if "linearized" not in name:
             assert rows == [1] * forwards.get(name, 3)
 

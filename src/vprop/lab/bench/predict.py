@@ -102,12 +102,12 @@ MOST_DERIVATIVES = 2e8
 CONTENDERS: dict[str, Callable[[Case, int], Call]] = {
     REFERENCE: _plain,
     "predict": _predict(),
-    "predict, loop": _predict(vmap=False),
-    "predict, vmap": _predict(vmap=True),
+    "predict in a loop": _predict(vmap=False),
+    "predict with vmap": _predict(vmap=True),
     "a batch of a loader": _in_batches,
     "linearized": _linearized,
     "last layer": _last_layer(),
-    "last layer, linearized": _last_layer(method="linearized"),
+    "last layer linearized": _last_layer(method="linearized"),
 }
 
 
