@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -341,3 +343,25 @@ def test_a_sequence_with_the_batch_first():
     jacobian = jacobian_by_differences(build("encoder"), x[:1]).flatten(0, 2)
     expected = jacobian @ covariance_of(gaussian_over(encoder, "diagonal")) @ jacobian.T
     torch.testing.assert_close(prediction.output_covariance[0], expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["_forward", "_reverse"])
+def test_threads_may_ask_at_once(mode):
+    if mode == "_forward":
+        model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Tanh(), nn.Linear(1, 9)).double()
+        posterior = Vprop(model[0].parameters(), num_data=10).posterior(model)
+    else:
+        posterior = gaussian_over(build("batchnorm"), "diagonal")
+    assert chosen_mode(posterior, X) == mode
+    expected = [posterior.predict(X[:rows], method="linearized").output_covariance for rows in range(1, 8)]
+    start = threading.Barrier(6)
+
+    def ask(first):
+        start.wait()
+        rows = [1 + (first + i) % 7 for i in range(30)]
+        return [(n, posterior.predict(X[:n], method="linearized").output_covariance) for n in rows]
+
+    with ThreadPoolExecutor(6) as pool:
+        for answers in pool.map(ask, range(6)):
+            for rows, covariance in answers:
+                torch.testing.assert_close(covariance, expected[rows - 1])

@@ -378,3 +378,23 @@ def test_a_batch_is_done_before_the_next_is_asked_for():
 
     assert posterior.predict(batches(), 2).samples.shape == (2, 50, 3)
     assert events == ["read", "run", "run"] * 2
+
+
+@pytest.mark.parametrize("arguments", [{}, {"method": "linearized"}, {"keep": "summary"}, {"vmap": True}], ids=repr)
+def test_another_default_device_changes_nothing(posterior, arguments):
+    """Tensors without a device of their own would hold nothing there."""
+
+    def answers():
+        found = []
+        for q in (posterior, posterior.last_layer()):
+            prediction = q.predict(X.numpy(), 4, batch_size=20, **arguments)
+            found += [prediction.probs, prediction.mutual_information, prediction.std, prediction.confidence]
+            prediction = q.predict(X, 4, likelihood="gaussian", noise_variance=0.3, **arguments)
+            found += [prediction.mean, prediction.variance, *prediction.interval(0.8)]
+        return found
+
+    expected = answers()
+    with torch.device("meta"):
+        found = answers()
+    for value, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, reference)

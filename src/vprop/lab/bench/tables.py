@@ -97,13 +97,13 @@ def _training(rows: list[dict[str, Any]]) -> Cells:
 
 
 def _predictions(models: list[dict[str, Any]], wanted: list[str] | None) -> Cells:
-    """Seconds of the first, what the others take in its units."""
+    """Seconds of the first, what the others take in its units: the least of each."""
     first, *others = wanted or [row["name"] for row in models[0]["rows"]]
     table = [["", "weights", first, *(f"× {name}" for name in others)]]
     for model in models:
         rows = {row["name"]: row for row in model["rows"] if row["available"]}
-        ratios = [f"{rows[name]['ratio']['median']:.2f}" if name in rows else NOTHING for name in others]
-        table.append([model["model"], number(model["params"]), seconds(rows[first]["time"]["median"]), *ratios])
+        ratios = [f"{rows[name]['ratio']:.2f}" if name in rows else NOTHING for name in others]
+        table.append([model["model"], number(model["params"]), seconds(rows[first]["time"]["least"]), *ratios])
     return table
 
 

@@ -43,6 +43,7 @@ class LinearizedOutputs:
         self._weights = posterior._in_model_dtypes(posterior.mean)
         self._modes: list[Callable[..., Linearization]] | None = None
 
+    @torch.no_grad()
     def __call__(self, x: Any, report: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         """Outputs at the mean, (examples, …), and JΣJᵀ, (examples, outputs, outputs)."""
         with told_with_input(x, self._posterior.model):
