@@ -210,7 +210,7 @@ def test_networks_against_finite_differences(name, structure):
     torch.testing.assert_close(prediction.output_covariance, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("mode", ["_forward", "_reverse", "_one_by_one"])
+@pytest.mark.parametrize("mode", ["_by_columns", "_by_rows", "_one_by_one"])
 @pytest.mark.parametrize("name", ["batchnorm", "tied", "hooks"])
 def test_the_modes_agree(name, mode):
     posterior = gaussian_over(build(name), "diagonal")
@@ -232,8 +232,8 @@ def test_the_sizes_choose_the_mode():
     few_weights = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 9)).double()
     few_weights[1].requires_grad_(False)
     posterior = Vprop(few_weights[0].parameters(), num_data=10).posterior(few_weights)
-    assert chosen_mode(posterior, X) == "_forward"
-    assert chosen_mode(gaussian_over(build("batchnorm"), "diagonal"), X) == "_reverse"
+    assert chosen_mode(posterior, X) == "_by_columns"
+    assert chosen_mode(gaussian_over(build("batchnorm"), "diagonal"), X) == "_by_rows"
 
 
 def test_a_model_that_neither_mode_can_run():
@@ -346,9 +346,9 @@ def test_a_sequence_with_the_batch_first():
     torch.testing.assert_close(prediction.output_covariance[0], expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("mode", ["_forward", "_reverse"])
+@pytest.mark.parametrize("mode", ["_by_columns", "_by_rows"])
 def test_threads_may_ask_at_once(mode):
-    if mode == "_forward":
+    if mode == "_by_columns":
         model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Tanh(), nn.Linear(1, 9)).double()
         posterior = Vprop(model[0].parameters(), num_data=10).posterior(model)
     else:

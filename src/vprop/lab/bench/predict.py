@@ -1,11 +1,13 @@
 """`vprop bench predict`: what a prediction costs, beside as many forwards of the model as it stands for.
 
 A prediction with S draws is compared with S plain forwards, model(x) without gradients, at the same weights: the draws,
-the replica that keeps the model untouched and the gathering of results are what it costs above them.
+the replica that keeps the model untouched and the gathering of results are what it costs above them. With one thread on
+a CPU the time is that of the processor, to which others on the machine add little; else it is that of the clock.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import vprop
-from vprop.lab.bench.clock import Call, Report, seconds_per_call, spread
+from vprop.lab.bench.clock import Call, Report, spread, wait
 from vprop.lab.bench.errors import EXPECTED, BenchError, Unavailable, first_line, matching
 from vprop.lab.bench.models import ResNet
 from vprop.posterior import Posterior
@@ -132,13 +134,24 @@ def measure(case: Case, names: list[str], samples: int, rounds: int, report: Rep
     if REFERENCE not in calls:
         raise BenchError(f"{REFERENCE}, which times are divided by, cannot run here: {rows[REFERENCE]['reason']}")
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    repeats = {name: max(1, int(0.01 / seconds_per_call(call, 1, case.x.device))) for name, call in calls.items()}
+    repeats = {name: max(1, int(0.01 / _seconds(call, 1, case.x.device))) for name, call in calls.items()}
     for number in range(rounds):
         report(f"{case.name}: round {number + 1} of {rounds}")
         for name, call in calls.items():
-            once = seconds_per_call(call, repeats[name], case.x.device)
+            once = _seconds(call, repeats[name], case.x.device)
             seconds[name].append(once / BATCHES if name == "a batch of a loader" else once)
     for name, times in seconds.items():
         # Of the least: others that use the machine can only add.
         rows[name] |= {"time": spread(times), "ratio": min(times) / min(seconds[REFERENCE])}
     return list(rows.values())
+
+
+def _seconds(call: Call, repeats: int, device: torch.device) -> float:
+    """For a call, of so many in a row."""
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    wait(device)
+    started = clock()
+    for _ in range(repeats):
+        call()
+    wait(device)
+    return max(clock() - started, 1e-9) / repeats

@@ -1,8 +1,12 @@
 """Mean and covariance of the outputs of the linearised model, N(f(x, μ), JΣJᵀ) for each example.
 
-J has a row for each output of an example and a column for each weight. Reverse mode makes it row by row, one backward
-for each output; forward mode column by column. The shorter side decides. Examples are worked on a few at a time, so
-that no more than about 2²³ numbers of J exist at once.
+J has a row for each output of an example and a column for each weight. It is made row by row, with one backward for
+each output, or column by column, and the shorter side decides. Examples are worked on a few at a time, so that no more
+than about 2²³ numbers of J exist at once.
+
+A column Jv is what torch's forward mode computes. But that counts its levels for the whole process: when two threads
+use it at once, derivatives are silently 0. So columns come from reverse mode, used twice: u ↦ Jᵀu is linear, and the
+derivative of vᵀJᵀu by u is Jv.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.func import jacfwd, jacrev, vmap
+from torch.func import jacrev, vjp, vmap
 
 from vprop.posterior.predictive.functions import ModelFunction, Prepared, first_rows, function_of, told_with_input
 from vprop.posterior.predictive.inputs import leaves, mapped
@@ -76,8 +80,8 @@ class LinearizedOutputs:
     def _linearization(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
         """By the mode that suits the sizes; by the next one, if the model has an operation that it lacks."""
         if self._modes is None:
-            forward_first = self._posterior.num_parameters < outputs
-            by_mode = [self._forward, self._reverse] if forward_first else [self._reverse]
+            columns_first = self._posterior.num_parameters < outputs
+            by_mode = [self._by_columns, self._by_rows] if columns_first else [self._by_rows]
             self._modes = [*by_mode, self._one_by_one]
         while len(self._modes) > 1:
             try:
@@ -88,14 +92,20 @@ class LinearizedOutputs:
                 self._modes = self._modes[1:]
         return self._modes[0](prepared, rows, outputs)
 
-    def _forward(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
-        def of_all(weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            output = self._function(weights, prepared).reshape(rows, outputs)
-            return output, output
+    def _by_columns(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
+        def of_all(weights: dict[str, Tensor]) -> Tensor:
+            return self._function(weights, prepared).reshape(rows, outputs)
 
-        return jacfwd(of_all, has_aux=True)(self._weights)
+        output, pulled_back = vjp(of_all, self._weights)[:2]
+        pushed_forward = vjp(lambda u: pulled_back(u)[0], torch.zeros_like(output))[1]
+        jacobian, zeros = {}, {name: torch.zeros_like(weight) for name, weight in self._weights.items()}
+        for name, weight in self._weights.items():  # there are few: fewer than outputs of an example
+            units = torch.eye(weight.numel(), dtype=weight.dtype, device=weight.device).view(-1, *weight.shape)
+            columns = [pushed_forward(zeros | {name: unit})[0] for unit in units]
+            jacobian[name] = torch.stack(columns, -1).reshape(rows, outputs, *weight.shape)
+        return jacobian, output.detach()
 
-    def _reverse(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
+    def _by_rows(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
         held = (prepared.args, prepared.kwargs)
 
         def is_rows(value: Any) -> bool:
