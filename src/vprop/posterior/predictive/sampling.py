@@ -30,7 +30,7 @@ _BATCHED_WELL = (
     nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.SiLU, nn.GELU, nn.Tanh,
     nn.Sigmoid, nn.Softplus, nn.Softmax, nn.LogSoftmax, nn.Hardtanh, nn.ReLU6,
 )  # fmt: skip
-"""Layers that vmap multiplies well; convolutions with a filter for each draw are slow on a CPU."""
+"""Layers that vmap multiplies well; convolutions with a filter for each draw are faster for some sizes only."""
 
 
 class SampledOutputs:
