@@ -92,7 +92,7 @@ def test_where_many_are_run_at_once(count):
 
 
 def test_where_they_are_not(count):
-    """Convolutions are not always faster with a filter for each draw; hooks would see tensors that are not what they expect."""
+    """Convolutions are not always faster with a filter for each draw; hooks would see batched tensors."""
     x = torch.randn(4, 1, 5, 5)
     convolution = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(18, 2))
     hooked = nn.Sequential(nn.Flatten(), nn.Linear(25, 2))
