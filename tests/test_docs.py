@@ -143,6 +143,29 @@ def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+def test_the_code_of_the_page_on_predictions_runs_in_order():
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "predictions.md").read_text(), flags=re.S)
+    assert len(programs) >= 6
+    names = {}
+    with torch.random.fork_rng():
+        for program in programs:
+            exec(program, names)
+
+
+def test_the_ways_to_predict():
+    """The table is that of the file: log-loss and calibration error of the first optimizer, then of the second."""
+    digits = json.loads((ROOT / "benchmarks" / "results" / "predictions.json").read_text())["digits"]
+    expected = [
+        [rows_of_way[0]["way"]]
+        + [f"{row[score]:.{digits_shown}f}" for row in rows_of_way for score, digits_shown in SCORES.items()]
+        for rows_of_way in zip(*digits.values(), strict=True)
+    ]
+    assert rows((ROOT / "docs" / "predictions.md").read_text(), 7)[1:] == expected
+
+
+SCORES = {"log_loss": 4, "calibration_error": 4, "distance": 4}
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -151,6 +174,7 @@ def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
         "docs/calibration.md",
         "docs/decisions.md",
         "docs/sensitivity.md",
+        "docs/predictions.md",
         "docs/training.md",
         "examples/README.md",
         "docs/methods.md",

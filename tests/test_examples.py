@@ -104,6 +104,15 @@ def reports_a_number(output):
     assert re.search(r"\d\.\d", output), output
 
 
+def ways_to_predict_agree(output):
+    ways = ("32 draws", "the same, summary", "linearized", "last layer, 32 draws", "last layer, linearized")
+    losses = [numbers_after(way, output)[0] for way in ways]
+    assert losses[0] == losses[1]
+    assert max(losses) < 0.5  # 2.3 is chance
+    assert max(losses) - min(losses) < 0.1
+    assert 0.8 < numbers_after("intervals for 90 %", output)[0] < 0.98  # of 142 rows
+
+
 CASES = [
     (["plain_loop.py"], learns_and_knows_what_it_does_not_know),
     (["lightning_trainer.py"], is_better_than_chance),
@@ -116,6 +125,7 @@ CASES = [
     (["calibrated_predictions.py"], is_calibrated_on_held_out_data),
     (["knowing_when_not_to_answer.py"], knows_its_errors_and_strange_inputs),
     (["flipped_labels.py"], finds_most_of_the_wrong_labels),
+    (["predictions.py"], ways_to_predict_agree),
 ]
 SCRIPTS = sorted({command[0] for command, _ in CASES})
 

@@ -9,6 +9,7 @@ and buffer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -93,6 +94,15 @@ class Replica:
             result = self._root(*args, **kwargs)
         self._has_strays = substitution.was_needed
         return result
+
+    def module(self, name: str) -> nn.Module:
+        """The stand-in for a module of the model, to put hooks on."""
+        return self._root.get_submodule(name)
+
+    def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The forward of one module of the model, with the weights that are loaded."""
+        with _Substitution(self._substitutes) if self._has_strays is not False else nullcontext():
+            return self._root.get_submodule(name)(*args, **kwargs)
 
 
 class _Substitution(TorchFunctionMode):

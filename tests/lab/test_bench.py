@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from vprop.lab.bench import clock, contenders, limits, memory, models, peers, step, tables, train
+from vprop.lab.bench import clock, contenders, limits, memory, models, peers, predict, step, tables, train
 from vprop.lab.bench.contenders import Contender
 from vprop.lab.bench.errors import BenchError, Unavailable
 from vprop.lab.bench.tensors import Tensors
@@ -267,13 +267,55 @@ class TestTrain:
         fails(bench("train", "--device", "cpu", "--quick", "--only", "ivon"), "AdamW fused, which times are divided by")
 
 
+class TestPredict:
+    def test_the_command(self, tmp_path):
+        path = tmp_path / "predict.json"
+        done = bench("predict", "--device", "cpu", "--threads", "1", "--quick", "--samples", "3", "--json", path)
+        assert done.exit_code == 0, done.output
+        result = json.loads(path.read_text())
+        assert result["settings"] == {"samples": 3, "rounds": 2}
+        assert {"small MLP, 1 rows", "MLP, 8 rows", "ResNet"} < {model["model"] for model in result["predictions"]}
+        for model in result["predictions"]:
+            assert [row["name"] for row in model["rows"]] == list(predict.CONTENDERS)
+            for row in model["rows"]:
+                assert set(row["time"]) == SPREAD
+                assert row["ratio"] == pytest.approx(row["time"]["least"] / model["rows"][0]["time"]["least"])
+        table = tables.cells(result, "", ["plain forwards", "predict", "linearized"])
+        assert table[0] == ["", "weights", "plain forwards", "× predict", "× linearized"]
+        assert len(table) == 1 + len(result["predictions"])
+
+    @pytest.mark.parametrize("name", predict.CONTENDERS)
+    def test_a_call_is_a_prediction_of_all_rows(self, name, monkeypatch):
+        case = next(predict.cases(CPU, quick=True))
+        rows = []
+        case.model[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+        predict.CONTENDERS[name](case, 3)()
+        forwards = {"predict with vmap": 1, "a batch of a loader": 3 * predict.BATCHES, "last layer": 1}
+        if "linearized" not in name:
+            assert rows == [1] * forwards.get(name, 3)
+
+    def test_a_contender_that_cannot_is_left_out(self, monkeypatch):
+        def refuse(case, samples):
+            raise RuntimeError("not this model")
+
+        monkeypatch.setitem(predict.CONTENDERS, "linearized", refuse)
+        case = next(predict.cases(CPU, quick=True))
+        rows = predict.measure(case, [predict.REFERENCE, "linearized"], 2, 1, lambda words: None)
+        assert rows[1] == {"name": "linearized", "available": False, "reason": f"{case.name}: not this model"}
+        table = tables.cells({"predictions": [{"model": case.name, "params": 5, "rows": rows}]})
+        assert table[1][-1] == tables.NOTHING
+        monkeypatch.setitem(predict.CONTENDERS, predict.REFERENCE, refuse)
+        with pytest.raises(BenchError, match="plain forwards, which times are divided by, cannot run here"):
+            predict.measure(case, [predict.REFERENCE], 2, 1, lambda words: None)
+
+
 class TestErrors:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-    @pytest.mark.parametrize("command", ["step", "memory", "train"])
+    @pytest.mark.parametrize("command", ["step", "memory", "train", "predict"])
     def test_no_gpu(self, command):
         fails(bench(command, "--device", "cuda"), "--device cuda: torch finds no CUDA device here.", "--device cpu")
 
-    @pytest.mark.parametrize("command", ["step", "memory", "train"])
+    @pytest.mark.parametrize("command", ["step", "memory", "train", "predict"])
     def test_a_file_that_cannot_be_written_is_refused_before_the_run(self, command, tmp_path, monkeypatch):
         monkeypatch.setattr("vprop.lab.bench.commands._origin", lambda *_: pytest.fail("it was run"))
         (tmp_path / "file").touch()

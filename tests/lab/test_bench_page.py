@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/speed.md", "docs/predictions.md"])
 def test_tables_are_those_of_the_results(page):
     text = (ROOT / page).read_text()
     assert "<!-- bench " in text
-    assert filled(text, RESULTS) == text, "run: vprop bench page README.md docs/speed.md"
+    assert filled(text, RESULTS) == text, "run: vprop bench page README.md docs/speed.md docs/predictions.md"
 
 
 def test_every_result_names_its_command_and_its_machine():

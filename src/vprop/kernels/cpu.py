@@ -151,7 +151,10 @@ class Library:
     def normal(self, out: Tensor, start: int, *, seed: int, parameter: int, step: int | Tensor, source: int) -> None:
         """See :func:`normal`."""
         count, threads, word = out.numel(), torch.get_num_threads(), int(step)
-        parts = _SHARES * threads if threads > 1 and count >= FEWEST_ELEMENTS else 1
+        if threads == 1 or count < FEWEST_ELEMENTS:
+            self._normal(out.data_ptr(), start, count, parameter, word, source, seed)
+            return
+        parts = _SHARES * threads
         bounds = [count * part // parts for part in range(parts + 1)]
         _in_parallel(
             [

@@ -6,12 +6,14 @@ from vprop.posterior.calibrated import Scales
 from vprop.posterior.diagonal import DiagonalPosterior
 from vprop.posterior.full import FullPosterior
 from vprop.posterior.io import load_posterior
+from vprop.posterior.linearized import LinearizedPrediction
 from vprop.posterior.merge import merge
 from vprop.posterior.mixture import Mixture
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.prior import GaussianPrior
 from vprop.posterior.pruning import PrunedPosterior
 from vprop.posterior.sensitivity import Sensitivity
+from vprop.posterior.summary import PredictionSummary
 
 __all__ = [
     "DiagonalPosterior",
@@ -19,9 +21,11 @@ __all__ = [
     "FullPosterior",
     "GaussianPrior",
     "Likelihood",
+    "LinearizedPrediction",
     "Mixture",
     "Posterior",
     "Prediction",
+    "PredictionSummary",
     "PrunedPosterior",
     "Scales",
     "Sensitivity",

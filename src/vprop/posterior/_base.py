@@ -22,8 +22,10 @@ from vprop.objective import LossFunction, Objective, call_model
 from vprop.posterior import _registry, io
 from vprop.posterior._batches import ElboEstimate, batches_of, size_of_batch
 from vprop.posterior._decisions import Decisions
-from vprop.posterior.calibrated import Scales, scaled_outputs
+from vprop.posterior.calibrated import Scales
 from vprop.posterior.prediction import Prediction
+from vprop.posterior.predictive.head import last_layer
+from vprop.posterior.predictive.run import Keep, Method, Settings, predict
 from vprop.posterior.prior import GaussianPrior
 from vprop.replica import Replica, evaluating_replicas
 from vprop.wrappers import refuse_sharded
@@ -83,6 +85,10 @@ class Posterior(Decisions, ABC):
         if buffers is None:
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         self.buffers = buffers
+        self.head: str | None = None
+        """The module that the weights belong to, if the rest of the model is to be run once (:meth:`last_layer`)."""
+        self.constants: dict[str, Tensor] = {}
+        """Weights without a posterior that are not those of the model, but of the snapshot."""
         self._weight_dtypes = {name: p.dtype for name, p in model.named_parameters() if name in mean}
         self._draws = 0
 
@@ -116,7 +122,27 @@ class Posterior(Decisions, ABC):
     def as_prior(self) -> dict[str, Any]:
         """The arguments that make this posterior the prior of the next optimizer over the same parameters."""
 
-    # -- what it provides for files and merges, if there are to be any ----------------------------------------
+    # -- what it provides for linearised predictions, last layers, files and merges, if there are to be any --------
+
+    def _times_root(self, jacobian: dict[str, Tensor]) -> Iterable[Tensor]:
+        """JR in parts, (…, some columns) each, with R any matrix for which RRᵀ = Σ; Σ over parts of (JR)(JR)ᵀ is JΣJᵀ.
+
+        ``jacobian`` has for every parameter a tensor (…, *the parameter's shape), the derivatives by its weights.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how a Jacobian is multiplied by its covariance, which "
+            "method='linearized' needs. Write _times_root(), or use the default, method='monte_carlo'."
+        )
+
+    def _restricted(self, names: list[str]) -> Posterior:
+        """The marginal of some parameters, in their order. To be extended by what a structure keeps beside the mean."""
+        other = copy.copy(self)
+        other.mean = {name: self.mean[name] for name in names}
+        other.prior = GaussianPrior(
+            {name: self.prior.mean[name] for name in names}, {name: self.prior.precision[name] for name in names}
+        )
+        other._draws = 0
+        return other
 
     def _sections(self) -> dict[str, dict[str, Tensor]]:
         """The tensors that a file has beyond mean, prior and buffers, by section and name."""
@@ -207,31 +233,47 @@ class Posterior(Decisions, ABC):
         *,
         likelihood: LikelihoodLike | None = None,
         noise_variance: float | Tensor | None = None,
+        method: Method = "monte_carlo",
+        keep: Keep = "samples",
+        batch_size: int | None = None,
+        vmap: bool | None = None,
+        progress: bool | None = None,
     ) -> Prediction:
         """Outputs of the model, in evaluation mode, under ``num_samples`` weights drawn with ``seed``.
 
-        A tuple ``x`` becomes the positional arguments of the model, a dict its keyword arguments. Of an output that
-        has ``logits`` (Hugging Face) these are taken. ``likelihood`` says what the outputs are (see
-        :class:`Prediction`); by default what the posterior was made with. Outputs are those of a calibrated posterior
-        (:mod:`vprop.calibration`), if it is one. Nothing of the model is changed meanwhile:
-        any number of threads may predict at once, while another one trains.
+        ``x`` is a tensor or a NumPy array, which the model is called with once for each draw; a tuple, which becomes
+        the positional arguments of the model, or a dict, its keyword arguments; or a loader: a DataLoader, or an
+        iterator, over batches x, (x, y) or dicts. Labels are ignored, inputs moved to the model's device. All batches
+        meet the same weights, so that a prediction does not depend on how the data are cut, and results are gathered on
+        the CPU. Of an output that has ``logits`` (Hugging Face) these are taken. Outputs are those of a
+        calibrated posterior (:mod:`vprop.calibration`), if it is one.
+
+        Nothing of the model is changed meanwhile: any number of threads may predict at once, while another one trains.
+
+        Args:
+            x: the inputs.
+            num_samples: draws of the weights.
+            seed: which draws.
+            likelihood: what the outputs are (see :class:`Prediction`); by default what the posterior was made with.
+            noise_variance: of likelihood "gaussian".
+            method: "monte_carlo" draws weights. "linearized" draws none: f(x, μ) + J(θ−μ) has normal outputs, whose
+                means and covariances JΣJᵀ are computed (:class:`LinearizedPrediction`).
+            keep: "samples", or "summary": probabilities or means with their uncertainties, num_samples times smaller.
+            batch_size: cut tensors and arrays into batches of so many rows; ``None`` takes all at once.
+            vmap: run many draws at once; ``None`` does so where it was measured to be faster.
+            progress: ``True`` for a bar, ``False`` for none, ``None`` for one in terminals if it takes long.
         """
-        num_samples, seed = check_num_samples(num_samples), check_seed(seed)
-        refuse_sharded(self.model, "predict()")
-        likelihood = self.likelihood if likelihood is None else likelihood
-        if noise_variance is None and likelihood == "gaussian":
-            noise_variance = self.noise_variance
-        outputs = []
-        for model in self._sampled_models(num_samples, seed):
-            output = call_model(model, x)
-            logits = getattr(output, "logits", output)
-            if not isinstance(logits, Tensor):
-                raise TypeError(
-                    "predict needs a model that returns a tensor, or an output with .logits; this one returns "
-                    f"{type(output).__name__}. Wrap it in a module whose forward picks the tensor out."
-                )
-            outputs.append(logits)
-        return Prediction(scaled_outputs(torch.stack(outputs), likelihood, self.scales), likelihood, noise_variance)
+        settings = Settings(num_samples, seed, method, keep, batch_size, vmap, progress)
+        return predict(self, x, settings, likelihood, noise_variance)
+
+    def last_layer(self, head: str | None = None) -> Posterior:
+        """The posterior of the last layer alone: all other weights are at their mean, and predictions run them once.
+
+        A draw of the weights then costs a call of the head. ``head`` is the name of a module, as
+        ``model.named_modules()`` has it, that is called once, and whose output is the model's. By default it is the one
+        that all weights with a posterior belong to, or else the last one that has weights.
+        """
+        return last_layer(self, head)
 
     def sampled_models(
         self, num_samples: int = 32, seed: int = 0, *, dtype: torch.dtype | None = None
@@ -265,10 +307,23 @@ class Posterior(Decisions, ABC):
         constants: dict[str, Tensor] = {}
         if dtype is not None:
             constants = {name: p.detach() for name, p in self.model.named_parameters() if name not in self.mean}
-        fixed = {name: _cast(tensor, dtype) for name, tensor in (self.buffers | constants).items()}
+        fixed = {name: _cast(tensor, dtype) for name, tensor in (constants | self._fixed()).items()}
         draws = (self._in_model_dtypes(self._draw(seed, sample)) for sample in samples)
         cast = ({name: _cast(weight, dtype) for name, weight in weights.items()} for weights in draws)
         return evaluating_replicas(self.model, fixed, cast)
+
+    def _fixed(self) -> dict[str, Tensor]:
+        """What the model has, beside the weights that are drawn, otherwise than now."""
+        return self.buffers | self.constants
+
+    def _shared_out(self, num_samples: int, seed: int) -> list[tuple[Posterior, range]]:
+        """Which draws of a prediction are made by whom: all by itself, or some by each member of a mixture."""
+        return [(self, range(num_samples))]
+
+    def _stacked_draws(self, seed: int, start: int, stop: int) -> dict[str, Tensor]:
+        """Draws ``start`` to ``stop - 1`` of a seed, in the first dimension, in the model's dtypes."""
+        draws = [self._in_model_dtypes(self._draw(seed, sample)) for sample in range(start, stop)]
+        return {name: torch.stack([draw[name] for draw in draws]) for name in self.mean}
 
     def _noise(self, seed: int, sample: int, snapshot: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Standard normals like each parameter, by name and in any order, for :meth:`_draw`.

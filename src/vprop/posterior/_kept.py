@@ -30,5 +30,5 @@ def kept_prior(posterior: Posterior, kept: Tensor) -> GaussianPrior:
 
 def rest_of(posterior: Posterior) -> dict[str, Any]:
     """The further arguments of ``Posterior.__init__``, as this posterior has them."""
-    names = ("ess", "temperature", "seed", "snapshot", "likelihood", "noise_variance", "buffers")
+    names = ("ess", "temperature", "seed", "snapshot", "likelihood", "noise_variance", "buffers", "scales")
     return {name: getattr(posterior, name) for name in names}

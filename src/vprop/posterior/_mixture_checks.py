@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vprop.checks import shown
 from vprop.posterior._base import Posterior
+from vprop.posterior.calibrated import Scales
 from vprop.precision import as_tensor
 
 
@@ -71,6 +72,17 @@ def check_priors(members: Sequence[Posterior]) -> None:
 def agreed(values: Sequence[float | None]) -> float | None:
     """What all have, or nothing."""
     return values[0] if all(value == values[0] for value in values) else None
+
+
+def agreed_scales(members: Sequence[Posterior]) -> Scales:
+    """What calibration has found for all: outputs of a mixture are scaled alike, whichever member they come from."""
+    for number, member in enumerate(members):
+        if member.scales != members[0].scales:
+            raise ValueError(
+                f"Mixture(posteriors): number 0 is calibrated with {members[0].scales} and number {number} with "
+                f"{member.scales}, must agree. Calibrate the mixture, made of members as they were trained."
+            )
+    return members[0].scales
 
 
 def agreed_likelihood(members: Sequence[Posterior], weights: Sequence[float]) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from vprop import noise
 from vprop.posterior._base import Posterior
 from vprop.posterior._kept import KEPT, kept_prior, rest_of
 from vprop.posterior._shards import not_positive, total, wide
@@ -57,6 +58,25 @@ class DiagonalPosterior(Posterior):
         for name, eps in self._noise(seed, sample, snapshot):
             weights[name] = self.mean[name] + self._variance[name].sqrt() * eps
         return weights
+
+    def _stacked_draws(self, seed: int, start: int, stop: int) -> dict[str, Tensor]:
+        """As the base class has them, but that the draws of a parameter are made together."""
+        draws: dict[str, Tensor] = {}
+        for number, (name, mean) in enumerate(self.mean.items()):
+            address = noise.Draw(seed, number, step=0, stream=noise.Stream.POSTERIOR)
+            eps = noise.normals_of_samples(mean, address, range(start, stop))
+            draws[name] = mean + self._variance[name].sqrt() * eps
+        return self._in_model_dtypes(draws)
+
+    def _times_root(self, jacobian: dict[str, Tensor]) -> Iterator[Tensor]:
+        """J·σ, parameter by parameter."""
+        for name, mean in self.mean.items():
+            yield (jacobian[name].to(mean.dtype) * self._variance[name].sqrt()).flatten(-mean.dim() or -1)
+
+    def _restricted(self, names: list[str]) -> DiagonalPosterior:
+        other = cast(DiagonalPosterior, super()._restricted(names))
+        other._variance = {name: self._variance[name] for name in names}
+        return other
 
     @torch.no_grad()
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:

@@ -61,6 +61,25 @@ class FullPosterior(Posterior):
         offset = torch.linalg.solve_triangular(self._factor.T, eps.unsqueeze(-1), upper=True).squeeze(-1)
         return {name: self.mean[name] + piece for name, piece in self._by_name(offset).items()}
 
+    def _times_root(self, jacobian: dict[str, Tensor]) -> list[Tensor]:
+        """J·L⁻ᵀ with P = LLᵀ, in float64."""
+        parts = [jacobian[name].flatten(-mean.dim() or -1) for name, mean in self.mean.items()]
+        columns = torch.cat([part.to(self._factor) for part in parts], -1).mT
+        return [torch.linalg.solve_triangular(self._factor, columns, upper=False).mT]
+
+    def _restricted(self, names: list[str]) -> FullPosterior:
+        """With the inverse of the covariance's block for a precision; so for a prior with correlations."""
+        other = cast(FullPosterior, super()._restricted(names))
+        rows = self._rows_of(names)
+        other._factor = torch.linalg.cholesky(_inverse(self.covariance[rows[:, None], rows]))
+        other.precision, other._covariance = other._factor @ other._factor.mT, None
+        if self.prior.precision_matrix is not None:
+            block = _inverse(_inverse(self.prior.precision_matrix)[rows[:, None], rows])
+            diagonal = dict(zip(names, block.diagonal().split([self.mean[n].numel() for n in names]), strict=True))
+            precision = {name: part.reshape(self.mean[name].shape) for name, part in diagonal.items()}
+            other.prior = GaussianPrior(other.prior.mean, precision, block)
+        return other
+
     def _log_det_precision(self) -> Tensor:
         return 2 * self._factor.diagonal().log().sum()
 
@@ -136,17 +155,21 @@ class FullPosterior(Posterior):
         """With the rows of its matrices in that order, too."""
         if list(self.mean) == names:
             return self
-        starts, start = {}, 0
-        for name, mean in self.mean.items():
-            starts[name] = torch.arange(start, start + mean.numel(), device=self.precision.device)
-            start += mean.numel()
-        rows = torch.cat([starts[name] for name in names])
+        rows = self._rows_of(names)
         other = cast(FullPosterior, super()._in_order(names))
         other.precision = self.precision[rows[:, None], rows]
         other._factor, other._covariance = torch.linalg.cholesky(other.precision), None
         if self.prior.precision_matrix is not None:
             other.prior = self.prior._replace(precision_matrix=self.prior.precision_matrix[rows[:, None], rows])
         return other
+
+    def _rows_of(self, names: list[str]) -> Tensor:
+        """The rows of the matrices that belong to these parameters, in this order."""
+        starts, start = {}, 0
+        for name, mean in self.mean.items():
+            starts[name] = torch.arange(start, start + mean.numel(), device=self.precision.device)
+            start += mean.numel()
+        return torch.cat([starts[name] for name in names])
 
     # -- merging ---------------------------------------------------------------------------------------------
 
@@ -207,3 +230,8 @@ class FullPosterior(Posterior):
         pull = self.precision[kept][:, ~kept] @ mean[~kept]
         mean = mean[kept] + torch.cholesky_solve(pull.unsqueeze(-1), torch.linalg.cholesky(precision)).squeeze(-1)
         return FullPosterior(self.model, {KEPT: mean}, precision, kept_prior(self, kept), **rest_of(self))
+
+
+def _inverse(matrix: Tensor) -> Tensor:
+    """Of a symmetric positive definite matrix."""
+    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))

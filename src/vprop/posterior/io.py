@@ -42,6 +42,11 @@ def save(posterior: Posterior, path: str | Path) -> None:
 
 def parts_of(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a file has of a posterior: tensors by ``"section/name"``, and settings for JSON."""
+    if posterior.constants:
+        raise ValueError(
+            "save(path): this posterior of a last layer has the rest of the model at the mean of another one, "
+            "which a file has no place for. Save that one, load it, and call last_layer() again."
+        )
     sections = {
         "mean": posterior.mean,
         "prior_mean": posterior.prior.mean,

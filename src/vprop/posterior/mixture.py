@@ -22,7 +22,7 @@ from vprop import noise
 from vprop.checks import is_finite, shown
 from vprop.posterior import io
 from vprop.posterior._base import Posterior
-from vprop.posterior._mixture_checks import agreed, agreed_likelihood, check_members, check_priors
+from vprop.posterior._mixture_checks import agreed, agreed_likelihood, agreed_scales, check_members, check_priors
 from vprop.posterior.prior import GaussianPrior
 from vprop.replica import Replica
 
@@ -68,6 +68,7 @@ class Mixture(Posterior):
             seed=first.seed,
             snapshot=first.snapshot,
             buffers=first.buffers,
+            scales=agreed_scales(given),
             **agreed_likelihood(self.members, self.weights),
         )
 
@@ -117,6 +118,27 @@ class Mixture(Posterior):
     def _weighted(self, values: Sequence[Tensor]) -> Tensor:
         return (torch.stack([value.double().cpu() for value in values]) * self._shares()).sum()
 
+    # -- linearised, last layers, calibrated -------------------------------------------------------------------
+
+    def _times_root(self, jacobian: dict[str, Tensor]) -> Iterable[Tensor]:
+        raise ValueError(
+            "predict(method='linearized'): outputs of a mixture are no normal distribution. Linearise each of "
+            "mixture.members, or use the default, method='monte_carlo'."
+        )
+
+    def last_layer(self, head: str | None = None) -> Mixture:
+        """The mixture of the members' last layers, each with the rest of its own model."""
+        return self._of_members([member.last_layer(head) for member in self.members])
+
+    def _with_variance_times(self, scale: float) -> Mixture:
+        return self._of_members([member._with_variance_times(scale) for member in self.members])
+
+    def _of_members(self, members: Sequence[Posterior]) -> Mixture:
+        """The same mixture of others."""
+        other = Mixture(members, self.weights)
+        other.scales = self.scales
+        return other
+
     def _shares(self) -> Tensor:
         return torch.tensor(self.weights, dtype=torch.float64, device="cpu")
 
@@ -126,13 +148,16 @@ class Mixture(Posterior):
         uniform = _uniform(seed, sample, snapshot)
         return self.members[self._member_at(uniform)]._draw(seed, sample, snapshot)
 
-    def _models_at(self, samples: Iterable[int], seed: int, dtype: torch.dtype | None = None) -> Iterator[Replica]:
+    def _sampled_models(self, num_samples: int, seed: int, dtype: torch.dtype | None = None) -> Iterator[Replica]:
+        for member, samples in self._shared_out(num_samples, seed):
+            yield from member._models_at(samples, seed, dtype)
+
+    def _shared_out(self, num_samples: int, seed: int) -> list[tuple[Posterior, range]]:
         """Sample i of n is of the member at quantile (i + u)/n of the weights: in proportion, whatever n is."""
-        numbers = list(samples)
         offset = _uniform(seed, 0, 0)
-        chosen = [self._member_at((place + offset) / len(numbers)) for place in range(len(numbers))]
-        for k, member in enumerate(self.members):
-            yield from member._models_at([n for n, own in zip(numbers, chosen, strict=True) if own == k], seed, dtype)
+        chosen = [self._member_at((i + offset) / num_samples) for i in range(num_samples)]  # ascends
+        starts = [sum(own < k for own in chosen) for k in range(len(self.members) + 1)]
+        return [(member, range(starts[k], starts[k + 1])) for k, member in enumerate(self.members)]
 
     def _member_at(self, quantile: float) -> int:
         """The member whose part of [0, 1], cut by the weights, holds ``quantile``."""
@@ -169,10 +194,12 @@ class Mixture(Posterior):
                 if name.partition("/")[0] == str(k)
             }
             members.append(io.made_of(io.sections_of(own), settings, model))
-        return cls(members, rest["weights"])
+        mixture = cls(members, rest["weights"])
+        mixture.scales = rest.get("scales", mixture.scales)
+        return mixture
 
     def _in_order(self, names: list[str]) -> Mixture:
-        return Mixture([member._in_order(names) for member in self.members], self.weights)
+        return self._of_members([member._in_order(names) for member in self.members])
 
 
 def _checked_weights(weights: Any, count: int) -> list[float]:

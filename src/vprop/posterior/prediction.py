@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood, split_heteroscedastic
-from vprop.precision import as_tensor
+from vprop.posterior._quantiles import check_probability, mixture_quantile, sample_quantile
+
+_CLASSIFIERS = ("categorical", "bernoulli")
+_REGRESSIONS = ("gaussian", "heteroscedastic")
 
 
 class Prediction:
@@ -21,6 +27,9 @@ class Prediction:
     Uncertain weights make both mean f and noise v uncertain, and the variances follow the law of total variance,
 
         Var[y] = Var_q[f] + E_q[v]                 ``variance`` = ``epistemic_variance`` + ``aleatoric_variance``
+
+    ``std``, ``quantile`` and ``interval`` are about a new observation in regression, and about the probabilities of the
+    classes, which are as uncertain as the weights, in classification.
 
     >>> import torch
     >>> outputs = torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]])  # two samples: f = 1 and f = 3, log v = 0
@@ -48,6 +57,46 @@ class Prediction:
     def __repr__(self) -> str:
         return f"Prediction(samples={tuple(self.samples.shape)}, likelihood={self.likelihood!r})"
 
+    # -- how sure --------------------------------------------------------------------------------------------
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation: of a new observation (regression), of each probability under the posterior (else)."""
+        self._require(*_CLASSIFIERS, *_REGRESSIONS)
+        return (self._probs_variance() if self.likelihood in _CLASSIFIERS else self.variance).sqrt()
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of the predicted class: of the most probable one, or of the likelier answer to yes or no."""
+        probs = self.probs
+        return probs.amax(-1) if self.likelihood == "categorical" else torch.maximum(probs, 1 - probs)
+
+    def quantile(self, q: float | Sequence[float]) -> Tensor:
+        """The value below which a new observation (regression) or a probability (classification) is with probability q.
+
+        In regression it is that of the mixture 1/S Σₛ N(fₛ, vₛ) that the samples stand for, not of the one normal
+        distribution with its variance. Of several ``q`` the results are in the first dimension.
+        """
+        if isinstance(q, Sequence) and not isinstance(q, str):
+            return torch.stack([self.quantile(each) for each in q])
+        self._require(*_CLASSIFIERS, *_REGRESSIONS)
+        return self._quantile(check_probability("q", q))
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Low and high end of the interval that leaves (1−level)/2 on either side."""
+        tail = (1 - check_probability("level", level)) / 2
+        return self.quantile(tail), self.quantile(1 - tail)
+
+    def _quantile(self, q: float) -> Tensor:
+        if self.likelihood in _CLASSIFIERS:
+            return sample_quantile(self._sample_probs(), q)
+        means = self._sample_means()
+        if self.likelihood == "heteroscedastic":
+            variances = split_heteroscedastic(self.samples)[1].exp()
+        else:
+            variances = self.aleatoric_variance.expand_as(means)
+        return mixture_quantile(means, variances, q)
+
     # -- classification --------------------------------------------------------------------------------------
 
     @property
@@ -66,8 +115,11 @@ class Prediction:
         expected = self._entropy_of(self._sample_probs()).mean(0)
         return (self.entropy - expected).clamp_min(0)
 
+    def _probs_variance(self) -> Tensor:
+        return _spread(self._sample_probs())
+
     def _sample_probs(self) -> Tensor:
-        self._require("categorical", "bernoulli")
+        self._require(*_CLASSIFIERS)
         logits = self._wide_samples()
         return logits.softmax(-1) if self.likelihood == "categorical" else logits.sigmoid()
 
@@ -85,7 +137,7 @@ class Prediction:
     @property
     def epistemic_variance(self) -> Tensor:
         """Variance of the mean under the posterior: what more data would remove."""
-        return self._sample_means().var(0, unbiased=len(self.samples) > 1)
+        return _spread(self._sample_means())
 
     @property
     def aleatoric_variance(self) -> Tensor:
@@ -93,27 +145,49 @@ class Prediction:
         means = self._sample_means()
         if self.likelihood == "heteroscedastic":
             return split_heteroscedastic(self.samples)[1].exp().mean(0)
-        noise = as_tensor(self._noise_variance).to(means)
-        try:
-            return noise.expand(means.shape[1:])
-        except RuntimeError as error:
-            raise ValueError(
-                f"Invalid noise_variance of shape {tuple(noise.shape)}: must be a number or fit the outputs' shape "
-                f"{tuple(means.shape[1:])}. Pass one variance, or one for each element of the last dimension."
-            ) from error
+        return self._noise_like(means[0])
 
     @property
     def variance(self) -> Tensor:
         """Variance of a new observation: epistemic plus aleatoric."""
         return self.epistemic_variance + self.aleatoric_variance
 
+    def _noise_like(self, mean: Tensor) -> Tensor:
+        noise = torch.as_tensor(self._noise_variance, dtype=mean.dtype, device=mean.device)
+        try:
+            return noise.expand(mean.shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"Invalid noise_variance of shape {tuple(noise.shape)}: must be a number or fit the outputs' shape "
+                f"{tuple(mean.shape)}. Pass one variance, or one for each element of the last dimension."
+            ) from error
+
     def _sample_means(self) -> Tensor:
-        self._require("gaussian", "heteroscedastic")
+        self._require(*_REGRESSIONS)
         return self._wide_samples() if self.likelihood == "gaussian" else split_heteroscedastic(self.samples)[0]
 
     def _wide_samples(self) -> Tensor:
         """Outputs of half-precision models are summarised in float32."""
         return self.samples.to(torch.promote_types(self.samples.dtype, torch.float32))
+
+    # -- predictions for batches, put together -----------------------------------------------------------------
+
+    def _on_cpu(self) -> Prediction:
+        """The same with its tensors on the CPU, where there is room for those of many batches."""
+        return Prediction(self.samples.cpu(), self.likelihood, self._noise_on_cpu())
+
+    @classmethod
+    def _joined(cls, parts: Sequence[Any]) -> Prediction:
+        """One prediction for the examples of all parts, which are of this class."""
+        return Prediction(joined([part.samples for part in parts], 1), parts[0].likelihood, parts[0]._noise_variance)
+
+    def _raw(self) -> Tensor:
+        """What the model itself returned, for a look at whether it is finite: examples after the first dimension."""
+        return self.samples
+
+    def _noise_on_cpu(self) -> float | Tensor:
+        noise = self._noise_variance
+        return noise.cpu() if isinstance(noise, Tensor) else noise
 
     def _require(self, *allowed: str) -> None:
         if self.likelihood not in allowed:
@@ -122,3 +196,21 @@ class Prediction:
                 f"This prediction has likelihood={self.likelihood!r}; what you asked for needs {names}. Pass it to "
                 "posterior.predict(...) or to optimizer.posterior(model, ...)."
             )
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors of several batches as one; they may have different numbers of examples, and no other difference."""
+    shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    if any(part.dim() <= dim for part in parts) or len(shapes) > 1:
+        found = ", ".join(str(tuple(part.shape[1:])) for part in parts[:4])
+        raise ValueError(
+            f"predict(): the outputs for several batches do not fit together: they have shapes {found}. The first "
+            "dimension must be the examples, and the others the same in all batches: pad texts to one length, or use "
+            "posterior.sampled_models(), which leaves the outputs to you."
+        )
+    return torch.cat(list(parts), dim)
+
+
+def _spread(values: Tensor) -> Tensor:
+    """Variance over the first dimension, 0 of a single value; torch warns of a tensor without elements."""
+    return values.var(0, unbiased=len(values) > 1) if values.numel() else values.new_zeros(values.shape[1:])

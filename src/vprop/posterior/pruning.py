@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -115,6 +115,22 @@ class PrunedPosterior(Posterior):
         products[:, kept] = self._kept._covariance_times(rows[:, kept]).to(rows)
         return products
 
+    def _times_root(self, jacobian: dict[str, Tensor]) -> Iterable[Tensor]:
+        """That of the kept weights: the others have no variance."""
+        rows = [jacobian[name].flatten(-mask.dim() or -1)[..., mask.flatten()] for name, mask in self.masks.items()]
+        return self._kept._times_root({KEPT: torch.cat([own.to(rows[0].device) for own in rows], -1)})
+
+    def _restricted(self, names: list[str]) -> Posterior:
+        raise ValueError(
+            "last_layer(): this posterior is pruned, and its weights are kept as one. Prune the posterior of the last "
+            "layer: posterior.last_layer().prune(...)."
+        )
+
+    def _with_variance_times(self, scale: float) -> PrunedPosterior:
+        other = copy.copy(self)
+        other._kept = self._kept._with_variance_times(scale)
+        return other
+
     # -- parts -----------------------------------------------------------------------------------------------
 
     def _flat_mask(self) -> Tensor:
@@ -150,6 +166,7 @@ class PrunedPosterior(Posterior):
     ) -> PrunedPosterior:
         kept = io.made_of(io.sections_of(sections["inner"]), rest["inner"], model)
         kept.buffers = rest["buffers"]
+        kept.scales = rest.get("scales", kept.scales)
         return cls(model, {name: sections["mask"][name] for name in mean}, kept, prior)
 
     def _in_order(self, names: list[str]) -> Posterior:
@@ -196,7 +213,9 @@ def prune(
     kept = torch.cat([mask.flatten().to(next(iter(masks.values())).device) for mask in masks.values()])
     if not bool(kept.any()):
         raise invalid("threshold", threshold, "below the largest |μ|/σ", "Nothing would be kept.")
-    return PrunedPosterior(posterior.model, masks, posterior._given_zeros(kept), posterior.prior)
+    pruned = PrunedPosterior(posterior.model, masks, posterior._given_zeros(kept), posterior.prior)
+    pruned.head, pruned.constants = posterior.head, posterior.constants
+    return pruned
 
 
 def _largest(scores: Tensor, fraction: float | None) -> Tensor:

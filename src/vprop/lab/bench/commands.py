@@ -1,4 +1,4 @@
-"""The commands `vprop bench step`, `memory`, `train`, `plot` and `page`."""
+"""The commands `vprop bench step`, `memory`, `train`, `predict`, `plot` and `page`."""
 
 from __future__ import annotations
 
@@ -137,6 +137,30 @@ def train(
             rows = measure(task, names, rounds, steps, report)
             result["models"].append({"model": kind, "params": count, "batch": batch, "rows": rows})
             del task
+            clean_up()
+
+
+@app.command()
+def predict(
+    device: DeviceOption = None,
+    samples: Annotated[int, typer.Option(min=1, help="Draws of the weights in a prediction.")] = 32,
+    rounds: Annotated[int | None, typer.Option(min=1, help="How often it is each contender's turn.")] = None,
+    quick: QuickOption = False,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    only: OnlyOption = None,
+) -> None:
+    """Time of a prediction beside as many plain forwards: sampled in a loop or at once, linearised, last layer only."""
+    with _measuring(json, device, threads) as (place, result, report):
+        from vprop.lab.bench.predict import cases, choose, measure
+        from vprop.lab.bench.step import clean_up
+
+        names, rounds = choose(only or []), rounds or (2 if quick else 9)
+        result |= {"settings": {"samples": samples, "rounds": rounds}, "predictions": []}
+        for case in cases(place, quick):
+            rows = measure(case, names, samples, rounds, report)
+            count = sum(p.numel() for p in case.model.parameters())
+            result["predictions"].append({"model": case.name, "params": count, "rows": rows})
             clean_up()
 
 

@@ -6,7 +6,8 @@ In a page a table stands between two comments,
     <!-- end -->
 
 with the rows of the results file that it shows, in their order; all of them without names. Of a sweep
-(``FILE#parameters`` or ``FILE#tensors``) the names are columns, of training (``FILE#gpt``) the part is the model.
+(``FILE#parameters`` or ``FILE#tensors``) the names are columns, of training (``FILE#gpt``) the part is the model. Of
+predictions the models are rows and the names columns.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def time_of(row: dict[str, Any]) -> dict[str, float]:
 
 def cells(result: dict[str, Any], part: str = "", wanted: list[str] | None = None) -> Cells:
     """One table of a result: all of it, or a ``part`` (a model, or what a sweep goes along)."""
+    if "predictions" in result:
+        return _predictions(result["predictions"], wanted)
     if "models" in result:
         return _training(_chosen(_model(result, part)["rows"], wanted))
     if part:
@@ -90,6 +93,17 @@ def _training(rows: list[dict[str, Any]]) -> Cells:
         spread = f"{ratio['median']:.3f} ({ratio['low']:.3f}–{ratio['high']:.3f})"
         memory = NOTHING if peak is None else f"{peak / 2**30:.2f} GiB"
         table.append([row["name"], seconds(row["time"]["median"]), spread, memory])
+    return table
+
+
+def _predictions(models: list[dict[str, Any]], wanted: list[str] | None) -> Cells:
+    """Seconds of the first, what the others take in its units: the least of each."""
+    first, *others = wanted or [row["name"] for row in models[0]["rows"]]
+    table = [["", "weights", first, *(f"× {name}" for name in others)]]
+    for model in models:
+        rows = {row["name"]: row for row in model["rows"] if row["available"]}
+        ratios = [f"{rows[name]['ratio']:.2f}" if name in rows else NOTHING for name in others]
+        table.append([model["model"], number(model["params"]), seconds(rows[first]["time"]["least"]), *ratios])
     return table
 
 
@@ -131,7 +145,11 @@ def filled(text: str, results: Path) -> str:
 def show(result: dict[str, Any], console: Console) -> None:
     """All tables of a result in a terminal, and who is missing."""
     size, measured = result["settings"], result.get("rows", [])
-    if "models" in result:
+    if "predictions" in result:
+        title = f"a prediction with {size['samples']} draws, beside as many forwards, {where(result)}"
+        _print(cells(result), title, console)
+        measured = [row for model in result["predictions"] for row in model["rows"]]
+    elif "models" in result:
         for model in result["models"]:
             title = f"training step: {model['model']}, {number(model['params'])} parameters, batch of {model['batch']}"
             _print(cells(result, model["model"]), f"{title}, {where(result)}", console)

@@ -1,0 +1,148 @@
+"""A prediction from beginning to end: batches in, what is kept of each, one prediction out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vprop.checks import check_flag, check_num_samples, check_seed, invalid
+from vprop.likelihood import LikelihoodLike
+from vprop.posterior.calibrated import scaled_moments, scaled_outputs
+from vprop.posterior.linearized import LinearizedPrediction
+from vprop.posterior.prediction import Prediction
+from vprop.posterior.predictive.inputs import Batches, batches_of
+from vprop.posterior.predictive.jacobians import LinearizedOutputs
+from vprop.posterior.predictive.progress import bar
+from vprop.posterior.predictive.sampling import SampledOutputs
+from vprop.posterior.summary import PredictionSummary
+from vprop.wrappers import refuse_sharded
+
+if TYPE_CHECKING:
+    from vprop.posterior._base import Posterior
+
+Method = Literal["monte_carlo", "linearized"]
+Keep = Literal["samples", "summary"]
+
+
+class Settings(NamedTuple):
+    """The arguments of ``predict`` that say how; see there."""
+
+    num_samples: int
+    seed: int
+    method: Method
+    keep: Keep
+    batch_size: int | None
+    vmap: bool | None
+    progress: bool | None
+
+    def checked(self) -> Settings:
+        """The same, or an error that names what is wrong."""
+        if self.method not in ("monte_carlo", "linearized"):
+            raise invalid(
+                "method", self.method, "'monte_carlo' or 'linearized'", "The first draws weights, the second none."
+            )
+        if self.keep not in ("samples", "summary"):
+            remedy = "'summary' keeps probabilities, or means and variances."
+            raise invalid("keep", self.keep, "'samples' or 'summary'", remedy)
+        for name, flag in (("vmap", self.vmap), ("progress", self.progress)):
+            if flag is not None:
+                check_flag(name, flag)
+        return self._replace(num_samples=check_num_samples(self.num_samples), seed=check_seed(self.seed))
+
+
+def predict(
+    posterior: Posterior,
+    x: Any,
+    settings: Settings,
+    likelihood: LikelihoodLike | None,
+    noise_variance: float | Tensor | None,
+) -> Prediction:
+    """What ``posterior.predict`` does."""
+    settings = settings.checked()
+    refuse_sharded(posterior.model, "predict()")
+    _refuse_another_model(posterior)
+    likelihood = posterior.likelihood if likelihood is None else likelihood
+    if noise_variance is None and likelihood == "gaussian":
+        noise_variance = posterior.noise_variance
+    batches = batches_of(x, settings.batch_size, posterior.model)
+    predicted = _of_a_batch(posterior, settings, likelihood, noise_variance, several=not batches.whole)
+    parts = []
+    total = None if batches.count is None or settings.method != "monte_carlo" else batches.count * settings.num_samples
+    with bar(total, settings.progress) as report:
+        for batch in batches.inputs:
+            prediction = predicted(batch, report)
+            if settings.keep == "summary":
+                prediction = PredictionSummary.of(prediction)
+            parts.append(prediction if batches.whole else prediction._on_cpu())
+    return _whole(parts, batches)
+
+
+def _of_a_batch(
+    posterior: Posterior,
+    settings: Settings,
+    likelihood: LikelihoodLike | None,
+    noise_variance: float | Tensor | None,
+    *,
+    several: bool,
+) -> Callable[[Any, Callable[[int], None]], Prediction]:
+    """What makes the prediction for a batch: the same weights, or the same linearisation, for all of them."""
+    scales = posterior.scales
+    if settings.method == "linearized":
+        moments = LinearizedOutputs(posterior)
+        how: Any = {"num_samples": settings.num_samples, "seed": settings.seed}
+        return lambda x, report: LinearizedPrediction(
+            *scaled_moments(*moments(x, report), likelihood, scales), likelihood, noise_variance, **how
+        )
+    parts = [
+        SampledOutputs(own, samples, settings.seed, vmap=settings.vmap, several=several)
+        for own, samples in posterior._shared_out(settings.num_samples, settings.seed)
+        if samples
+    ]
+
+    def predicted(x: Any, report: Callable[[int], None]) -> Prediction:
+        outputs = torch.cat([part(x, report) for part in parts])
+        return Prediction(scaled_outputs(outputs, likelihood, scales), likelihood, noise_variance)
+
+    return predicted
+
+
+def _whole(parts: list[Prediction], batches: Batches) -> Prediction:
+    if not parts:
+        raise ValueError(
+            "predict(loader): got no batches. Pass a loader with data in it; an iterator can be read once only, and a "
+            "DataLoader with drop_last=True has none if the data are fewer than its batch_size."
+        )
+    prediction = parts[0] if batches.whole else type(parts[0])._joined(parts)
+    _warn_of_nan(prediction._raw())
+    return prediction
+
+
+def _warn_of_nan(outputs: Tensor) -> None:
+    """NaN is no error, because one bad example should not cost the others; but it should not pass in silence."""
+    if not bool(outputs.isnan().any()):
+        return
+    nan = outputs.isnan().any(0)
+    examples = nan.flatten(1).any(1) if nan.dim() > 1 else nan.reshape(-1)
+    warnings.warn(
+        f"predict(): the model's outputs are NaN for {int(examples.sum())} of {examples.numel()} examples, and so is "
+        "what follows from them. Look for NaN in these inputs (x.isnan()), in the weights (posterior.mean), and for "
+        "variances that are too large for the model.",
+        RuntimeWarning,
+        stacklevel=6,
+    )
+
+
+def _refuse_another_model(posterior: Posterior) -> None:
+    """Refuse weights that are not those of the model: another one's, or those of a layer that was replaced since."""
+    own = {name: p.shape for name, p in posterior.model.named_parameters(remove_duplicate=False)}
+    for name, mean in posterior.mean.items():
+        if own.get(name) != mean.shape:
+            found = f"has shape {tuple(own[name])} in it" if name in own else "is not in it"
+            raise ValueError(
+                f"predict(): this posterior is not one of its model, {type(posterior.model).__name__}: {name!r}, of "
+                f"shape {tuple(mean.shape)}, {found}. Build the model as it was when the posterior was made."
+            )
