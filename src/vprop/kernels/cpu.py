@@ -219,8 +219,6 @@ def _table(table: Table) -> _Table:
             tuple(_TYPES[table.dtypes[role]] for role in Role),
         )
     kept.first_step = table.first_step
-    for role in (Role.GRAD, Role.OTHER):
-        kept.types[role] = _TYPES[table.dtypes[role]]
     return kept
 
 

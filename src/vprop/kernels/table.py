@@ -206,7 +206,8 @@ class Table:
 
         Returns the memory that they are copied from, if they are: a graph in capture reads it whenever it runs.
         """
-        self.dtypes[role] = dtype
+        if self.dtypes[role] != dtype:
+            self.dtypes[role], self.for_backend = dtype, None
         if self._loose.get(role) == pointers:
             return None
         host = int64(pointers)
