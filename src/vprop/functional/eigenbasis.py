@@ -34,10 +34,10 @@ from torch import Tensor
 Basis = Tensor | None
 """Q as a batch of orthogonal matrices, or ``None`` for the identity."""
 
-LARGEST_TURN = 0.7
+LARGEST_TURN = 1.0
 """The spectral norm of a turn's generator: more at once would be no small rotation any more."""
-_POLISHES = 6
-"""Iterations X ← X(3I−XᵀX)/2: from singular values in [1, √1.5] they end within 10⁻¹⁶ of 1."""
+_POLISHES = 7
+"""Iterations X ← X(3I−XᵀX)/2: from singular values in [1, √2] they end within 10⁻¹⁶ of 1."""
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -83,19 +83,20 @@ def wide(matrix: Tensor) -> Tensor:
     return matrix if matrix.device.type == "mps" else matrix.double()
 
 
-def turned(basis: Tensor, average: Tensor) -> Tensor:
+def turned(basis: Tensor, average: Tensor, rounding: float) -> Tensor:
     """Bases after one small rotation towards the eigenvectors of Q·C·Qᵀ, by matrix products alone.
 
     Each pair of directions would be made uncorrelated by the angle ½ atan(2Cᵢⱼ/(Cⱼⱼ−Cᵢᵢ)), as in Jacobi's method; all
     pairs are turned at once, by the generator A of these angles, whose norm is bounded. For small angles that is
     first-order perturbation theory, so that the error is squared in each call. An orthogonal matrix is made of
-    Q(I+A), whose singular values are those of I+A, between 1 and √(1+‖A‖²), by Newton–Schulz iterations. Where
-    directions cannot be told apart (Cᵢⱼ = 0) there is no turn.
+    Q(I+A), whose singular values are those of I+A, between 1 and √(1+‖A‖²), by Newton–Schulz iterations. Pairs
+    of which nothing is known, because Cᵢⱼ is within ``rounding`` of the largest element, are not turned.
     """
     diagonal = average.diagonal(dim1=-2, dim2=-1)
     gap = diagonal.unsqueeze(-2) - diagonal.unsqueeze(-1)
     angle = torch.where(gap < 0, -0.5, 0.5) * torch.atan2(2 * average, gap.abs())
-    angle = angle.triu(1)
+    known = average.abs() > rounding * diagonal.amax(-1)[..., None, None]
+    angle = torch.where(known, angle, 0.0).triu(1)
     generator = angle - angle.mT
     return orthogonal(basis + basis @ (generator * (LARGEST_TURN / _norm_bound(generator)).clamp_max(1)))
 
@@ -117,13 +118,28 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def solved(basis: Tensor, average: Tensor) -> Tensor:
-    """Bases of the eigenvectors of Q·C·Qᵀ themselves; as they were where the decomposition fails."""
+def solved(basis: Tensor, average: Tensor, rounding: float) -> Tensor:
+    """Bases of the eigenvectors of Q·C·Qᵀ themselves; as they were where the decomposition fails.
+
+    Early averages have few terms, and many directions of which nothing is known: all vectors there are eigenvectors,
+    and rounding would choose. Those nearest to the present directions are taken, and eigenvectors with their largest
+    component positive, so that gradients that differ by roundings have bases that do.
+    """
     try:
-        vectors = torch.linalg.eigh(average).eigenvectors
+        values, vectors = torch.linalg.eigh(average)
     except torch.linalg.LinAlgError:
         return basis
-    return orthogonal(basis @ vectors)
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    vectors = vectors * torch.where(largest < 0, -1.0, 1.0)
+    unknown = (values <= 100 * rounding * values.amax(-1, keepdim=True)).sum(-1).reshape(-1).tolist()
+    flat = vectors.reshape(-1, *vectors.shape[-2:])
+    for one, count in zip(flat, unknown, strict=True):  # eigenvalues ascend
+        if count:
+            null = one[:, :count]
+            axes = null.square().sum(-1).topk(count).indices.sort().values
+            left, _, right = torch.linalg.svd(null[axes].mT)
+            one[:, :count] = null @ (left @ right)
+    return orthogonal(basis @ flat.reshape(vectors.shape))
 
 
 def is_solved(refresh: int) -> bool:

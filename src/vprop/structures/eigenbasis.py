@@ -262,7 +262,7 @@ class Eigenbasis(PortableDiagonal):
         self.count_unusable(new.unusable)
         if new.clipped is not None:
             self.clipped.setdefault(step.number, []).append((new.clipped, means.numel()))
-        batch.fold_into_averages(group["basis_decay"])
+        batch.fold_into_averages(group["basis_beta"])
 
     def _prior_means(self, batch: FoldedBatch) -> float | Tensor:
         given = [member.prior_mean for member in batch.members]

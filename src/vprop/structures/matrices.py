@@ -172,7 +172,9 @@ def refresh(states: Sequence[State], shape: tuple[int, int], side: str, solve: b
     basis, length = f"{side}_basis", states[0][f"{side}_basis"].shape[0]
     old = eigenbasis.wide(stacked([state[basis] for state in states], (length, length)))
     average = eigenbasis.wide(stacked([state[f"{side}_average"] for state in states], (length, length)))
-    new = (eigenbasis.solved if solve else eigenbasis.turned)(old, average)
+    new = (eigenbasis.solved if solve else eigenbasis.turned)(
+        old, average, rounding=torch.finfo(states[0][basis].dtype).eps
+    )
     turn = old.mT @ new
     turns = (turn, None) if side == "left" else (None, turn)
     results = {basis: new, f"{side}_average": turn.mT @ average @ turn}

@@ -330,7 +330,7 @@ class Bases(TypedDict, total=False):
             checks.at_least_one,
         ),
     ]
-    basis_decay: Annotated[
+    basis_beta: Annotated[
         float,
         Hyperparameter(
             "with an eigenbasis: decay of the averages of products of gradients that the bases follow.",
