@@ -423,7 +423,10 @@ def test_a_file_whose_class_is_not_imported(trained, tmp_path):
     script = f"import torch, vprop; vprop.load_posterior({str(path)!r}, torch.nn.Linear(1, 1))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    assert "unknown structure 'per_tensor': this version reads 'diagonal' and 'full'. " in run.stderr
+    assert (
+        "unknown structure 'per_tensor': this version reads 'composed', 'diagonal', 'eigenbasis' and 'full'. "
+        in run.stderr
+    )
     assert "import the module with its posterior class before you load the file" in run.stderr
 
 

@@ -78,12 +78,11 @@ def check_same_structures(saved: Mapping[str, Any], groups: list[dict[str, Any]]
             )
 
 
-def read_state(
-    saved: Mapping[str, Any], groups: list[dict[str, Any]], spec_of: SpecOf
-) -> dict[Any, dict[str, Any]]:
+def read_state(saved: Mapping[str, Any], groups: list[dict[str, Any]], spec_of: SpecOf) -> dict[Any, dict[str, Any]]:
     """The state by parameter, copied to where it belongs; of entries that no parameter has, as it is.
 
-    ``groups`` are those of the optimizer as they will be; ``spec_of`` says what the structure of a group keeps of a parameter.
+    ``groups`` are those of the optimizer as they will be; ``spec_of`` says what the structure of a group keeps
+    of a parameter.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     owners = [(p, group) for group in groups for p in group["params"]]

@@ -82,8 +82,8 @@ class ComposedPosterior(Posterior):
     def as_prior(self) -> dict[str, Any]:
         """Not possible in one: each part has its own."""
         raise TypeError(
-            f"as_prior(): a ComposedPosterior has parts of different structures, {sorted(self.parts)}, whose priors are "
-            "of different forms. Use posterior.parts[...].as_prior() of one part for the group of its parameters."
+            f"as_prior(): a ComposedPosterior has parts of different structures, {sorted(self.parts)}, with priors of "
+            "different forms. Use posterior.parts[...].as_prior() of one part for the group of its parameters."
         )
 
     def _sections(self) -> dict[str, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Several structures in one optimizer, each over the parameter groups that ask for it, and independent of the others."""
+"""Several structures in one optimizer, each over the groups that ask for it, and independent of the others."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Composed(Structure):
         return any(part.has_folded for part in self.parts.values())
 
     @property
-    def examples(self) -> int | None:  # type: ignore[override]
+    def examples(self) -> int | None:
         """How many examples the objective of this step has, on all ranks."""
         return next(iter(self.parts.values())).examples
 
@@ -94,7 +94,7 @@ class Composed(Structure):
             part.examples = count
 
     @property
-    def clipped(self) -> dict[int, list[tuple[Tensor, int]]]:  # type: ignore[override]
+    def clipped(self) -> dict[int, list[tuple[Tensor, int]]]:
         """Of the last step, by group: (elements at the clip radius, elements) of each bundle."""
         return {number: counts for part in self.parts.values() for number, counts in part.clipped.items()}
 

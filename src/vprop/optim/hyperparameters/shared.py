@@ -295,15 +295,20 @@ class SharedByFull(
     """What the optimizers with a full covariance share."""
 
 
+_DIAGONAL_OR_EIGENBASIS = (
+    '``"diagonal"``: one variance for each weight; ``"eigenbasis"``: one for each direction of two bases that follow '
+    "the gradients of a weight matrix (a convolution as outputs × all else, a vector as a column), which takes in the "
+    "correlations inside of a layer; see :mod:`vprop.functional.eigenbasis`"
+)
+
+
 class Bases(TypedDict, total=False):
     """How the Gaussian over a group's weights is kept, of the methods that can keep it in an eigenbasis."""
 
     structure: Annotated[
         str,
         Hyperparameter(
-            '``"diagonal"``: one variance for each weight; ``"eigenbasis"``: one for each direction of two bases that '
-            "follow the gradients of a weight matrix (a convolution as outputs × all else, a vector as a column), which "
-            "takes in the correlations inside of a layer; see :mod:`vprop.functional.eigenbasis`. Groups may differ.",
+            _DIAGONAL_OR_EIGENBASIS + ". Groups may differ.",
             "diagonal",
             checks.one_of(
                 ("diagonal", "eigenbasis"),
@@ -342,10 +347,8 @@ class Bases(TypedDict, total=False):
 
 STRUCTURES = {
     "words": (
-        '``"diagonal"``: one variance for each weight; ``"eigenbasis"``: one for each direction of two bases that follow '
-        "the gradients of a weight matrix (a convolution as outputs × all else, a vector as a column), which takes in "
-        "the correlations inside of a layer; see :mod:`vprop.functional.eigenbasis`; "
-        '``"full"``: one covariance over all weights of the groups that ask for it, as in :class:`vprop.VONG`, with a '
+        _DIAGONAL_OR_EIGENBASIS
+        + '; ``"full"``: one covariance over all weights of the groups that ask for it, as in :class:`vprop.VONG`, with a '
         'natural-gradient step (``preconditioner="precision"``, no floor). Groups may differ.'
     ),
     "check": checks.one_of(
