@@ -150,6 +150,7 @@ class Eigenbasis(PortableDiagonal):
                         found = "missing" if value is None else f"of shape {tuple(value.shape)}"
                         what = f"{key!r} of parameter {member.number} is {found}, must have {(length, length)}"
                         raise broken(what)
+                assert basis is not None
                 error = basis.mT @ basis - torch.eye(length, dtype=basis.dtype, device=basis.device)
                 if float(error.abs().max()) > 1e-2:
                     raise broken(f"'{side}_basis' of parameter {member.number} is not orthogonal")

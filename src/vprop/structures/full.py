@@ -77,14 +77,10 @@ class Full(Structure):
         for name, only in (("preconditioner", "precision"), ("hess_floor", 0.0), ("noise_limit", math.inf)):
             value = group.get(name, only)
             if value != only:
-                remedy = (
-                    "A step of Adam's kind, and bounds on σ, are for diagonals: set it so in the group, with an lr "
-                )
-                remedy += "for natural-gradient steps (0.1)."
-                allowed = (
-                    f"{only!r} for a full covariance" if only != math.inf else 'float("inf") for a full covariance'
-                )
-                raise invalid(name, value, allowed, remedy)
+                remedy = "A step of Adam's kind, and bounds on σ, are for diagonals: set it so in the group, with an "
+                remedy += "lr for natural-gradient steps (0.1)."
+                allowed = 'float("inf")' if only == math.inf else repr(only)
+                raise invalid(name, value, f"{allowed} for a full covariance", remedy)
 
     def check_groups(self, groups: list[dict[str, Any]], shared: Iterable[str]) -> None:
         """Refuse groups that cannot have one covariance, or too large a one."""

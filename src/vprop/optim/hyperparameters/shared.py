@@ -348,8 +348,8 @@ class Bases(TypedDict, total=False):
 STRUCTURES = {
     "words": (
         _DIAGONAL_OR_EIGENBASIS
-        + '; ``"full"``: one covariance over all weights of the groups that ask for it, as in :class:`vprop.VONG`, with a '
-        'natural-gradient step (``preconditioner="precision"``, no floor). Groups may differ.'
+        + '; ``"full"``: one covariance over all weights of the groups that ask for it, as in :class:`vprop.VONG`, '
+        'with a natural-gradient step (``preconditioner="precision"``, no floor). Groups may differ.'
     ),
     "check": checks.one_of(
         ("diagonal", "eigenbasis", "full"),
