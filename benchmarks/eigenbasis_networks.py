@@ -265,7 +265,8 @@ def cifar(split: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Images of mean 0 and variance 1, and labels."""
     file = DATA / "cifar10" / "load.py"
     spec = importlib.util.spec_from_file_location("cifar_load", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     images, labels = module.load(split)

@@ -102,7 +102,6 @@ BAD_BASES: list[tuple[dict[str, Any], str]] = [
         {"structure": "eigenbasis", "prior_precision": [torch.ones(2), torch.ones(1)]},
         r"Invalid prior_precision='one for each weight': must be one number .*Give such parameters a group with",
     ),
-    ({"structure": "eigenbasis", "fused": True}, r"Invalid fused=True: must be None or False for .*no fused kernel"),
 ]
 """Of the methods that have an eigenbasis."""
 

@@ -11,6 +11,7 @@ import vprop
 from tests.harness import make_batch, make_model, train
 from vprop import noise
 from vprop.functional import eigenbasis
+from vprop.kernels import cpu
 
 DOUBLE = torch.float64
 
@@ -327,6 +328,68 @@ def test_matrices_of_one_shape_are_handled_together_and_alike():
         results.append([w.detach() for w in weights] + [optimizer.state[w]["hess"] for w in weights])
     for together, alone in zip(*results, strict=True):
         torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="vprop was installed without its compiled part")
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (vprop.Vario, {"batch_size": 4, "prior_precision": 3.0}),
+        (vprop.Vario, {"batch_size": 4, "mc_samples": 2, "antithetic": True, "clip_radius": 0.5, "hess_floor": 1.0}),
+        (vprop.Vprop, {"betas": (0.9, 0.99), "temperature": 0.5}),
+        (vprop.Vprop, {"mc_samples": 2, "antithetic": True, "centered": True}),
+        (vprop.Vprop, {"batch_size": 4, "init_steps": 3, "maximize": True}),
+        (vprop.IVON, {"betas": (0.9, 0.9), "rescale_lr": True}),
+        (vprop.IVON, {"mc_samples": 2, "antithetic": True, "preconditioner": "root", "batch_size": 4}),
+    ],
+)
+def test_kernels_do_the_same(kind, arguments, monkeypatch):
+    """Samples and steps in rotated coordinates by the kernels of the diagonal, against torch's own operations."""
+    calls = []
+    step_, perturb = cpu.step, cpu.perturb
+    monkeypatch.setattr(cpu, "step", lambda *a: (calls.append("step"), step_(*a)))
+    monkeypatch.setattr(cpu, "perturb", lambda *a: (calls.append("perturb"), perturb(*a)))
+    results = []
+    for fused in (True, False):
+        weights = [nn.Parameter(random(3, 4, seed=i).float()) for i in range(3)] + [nn.Parameter(random(5).float())]
+        facts = {"lr": 0.02, "num_data": 20, "structure": "eigenbasis", "basis_every": 3}
+        facts["prior_mean"] = [torch.full_like(w, 0.1) for w in weights]
+        optimizer = kind(weights, fused=fused, **facts, **arguments)
+        for step in range(5):
+            for sample in range(optimizer.mc_samples):
+                with optimizer.sampled_params(sample):
+                    for i, w in enumerate(weights):
+                        w.grad = random(*w.shape, seed=100 * step + i).float() + w.detach()
+            optimizer.step()
+        state = [v.float() for w in weights for k, v in optimizer.state[w].items() if k in ("hess", "momentum", "step")]
+        results.append([w.detach() for w in weights] + state)
+        clipped = sum(int(count) for counts in optimizer._structure.clipped.values() for count, _ in counts)
+        results[-1].append(torch.tensor(float(clipped)))
+        assert (set(calls) == {"step", "perturb"}) == fused
+        calls.clear()
+    for by_kernels, portable in zip(*results, strict=True):
+        torch.testing.assert_close(by_kernels, portable, rtol=2e-4, atol=2e-5)
+
+
+def test_a_state_that_moves_is_found_again():
+    """Kernels know tensors by their addresses; whoever replaces one is followed."""
+    results = []
+    for moves in (False, True):
+        weight = nn.Parameter(random(3, 4).float())
+        optimizer = vprop.Vario([weight], lr=0.02, num_data=20, batch_size=4, structure="eigenbasis", basis_every=2)
+        kept = []
+        for step in range(6):
+            with optimizer.sampled_params():
+                weight.grad = random(3, 4, seed=step).float()
+            optimizer.step()
+            if moves:
+                state = optimizer.state[weight]
+                kept.append(dict(state))
+                for key in ("hess", "momentum", "left_basis"):
+                    state[key] = state[key].clone()
+                    kept[-1][key].fill_(math.nan)
+        results.append(weight.detach())
+    assert torch.equal(*results)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

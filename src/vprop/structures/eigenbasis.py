@@ -7,6 +7,7 @@ weights in rotated coordinates; what is added are the bases, and averages of gra
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from vprop import noise
 from vprop.checks import invalid
+from vprop.curvature import SquaredGradient
 from vprop.functional import diagonal
 from vprop.functional.eigenbasis import is_solved, matrix_shape
 from vprop.posterior import EigenbasisPosterior
@@ -26,6 +28,7 @@ from vprop.structures.matrices import SIDES, FoldedBatch, Rotation, batches, ref
 from vprop.structures.members import GroupStep, Marginal, Member, State, draw_of, mean_of, members_of, require_finite
 from vprop.structures.plans import Plan
 from vprop.structures.portable import PortableDiagonal
+from vprop.structures.rotated import RotatedKernels, kernels_take
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Eigenbasis(PortableDiagonal):
     """
 
     name = "eigenbasis"
+    has_kernels = True
     state_spec: ClassVar[Mapping[str, TensorSpec]] = {
         "hess": TensorSpec(needed=True),
         "momentum": TensorSpec(),
@@ -91,6 +95,7 @@ class Eigenbasis(PortableDiagonal):
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
         self._batches: list[FoldedBatch] = []
+        self._kernels = RotatedKernels()
 
     # -- what it refuses -------------------------------------------------------------------------------------
 
@@ -171,12 +176,15 @@ class Eigenbasis(PortableDiagonal):
             members, states = [member for member, _ in batch], [state for _, state in batch]
             rotation, step = Rotation.of(members, states), members[0].step
             draws = [draw_of(member, state, sample, evaluation_draw) for member, state in batch]
-            noises = dict(noise.normals_like([member.p for member in members], [draw for draw, _ in draws]))
-            hess = rotation.stack([state["hess"] for state in states])
-            eps = rotation.stack([noises[i] for i in range(len(members))])
             floor = self._floors(members, states)
-            scaled = diagonal.perturbation(hess, eps, step.ess, members[0].damping, floor)
-            offsets = rotation.back(scaled * draws[0][1])
+            if training and kernels_take(members, states):
+                scaled = self._kernels.offsets(members, states, sample, floor).view(-1, *rotation.shape)
+            else:
+                noises = dict(noise.normals_like([member.p for member in members], [draw for draw, _ in draws]))
+                hess = rotation.stack([state["hess"] for state in states])
+                eps = rotation.stack([noises[i] for i in range(len(members))]) * draws[0][1]
+                scaled = diagonal.perturbation(hess, eps, step.ess, members[0].damping, floor)
+            offsets = rotation.back(scaled)
             for member, state, offset in zip(members, states, offsets, strict=True):
                 mean = mean_of(member.p, state)
                 if "mean" in state and training:
@@ -225,45 +233,85 @@ class Eigenbasis(PortableDiagonal):
         self._refresh([item for batch in self._batches for item in zip(batch.members, batch.states, strict=True)])
 
     def _update_batch(self, batch: FoldedBatch) -> None:
-        members, states, rotation, step, folded = batch.members, batch.states, batch.rotation, batch.step, batch.folded
-        assert folded is not None
-        group, damping, floor = step.group, members[0].damping, self._floors(members, states)
-        momentum = self._momentum(batch)
+        members, states, rotation = batch.members, batch.states, batch.rotation
+        self._match_momenta(batch)
         for state in states:
             state["step"] += 1
-        hess = rotation.stack([state["hess"] for state in states])
-        precision = None
-        if step.estimator.needs_noise:
-            precision = diagonal.precision(hess, step.ess, damping, floor)
         means = rotation.stack([mean_of(member.p, state) for member, state in zip(members, states, strict=True)])
         distance = rotation.into(means - self._prior_means(batch))
+        move = self._step_by_kernel if batch.by_kernels else self._step
+        new_means = means + rotation.back(move(batch, distance) - distance)
+        for member, state, mean in zip(members, states, new_means, strict=True):
+            self.write_mean(member, state, mean.reshape(member.p.shape))
+        batch.fold_into_averages(batch.step.group["basis_beta"])
+
+    def _batch_estimate(self, batch: FoldedBatch, hess: Tensor, floor: float | Tensor) -> Tensor:
+        """ĥ of the matrices of a batch, in rotated coordinates."""
+        step, precision = batch.step, None
+        assert batch.folded is not None
+        if step.estimator.needs_noise:
+            precision = diagonal.precision(hess, step.ess, batch.members[0].damping, floor)
+        return step.estimator.hess(batch.folded, self.factor_of(step), precision)
+
+    def _gradient_scale(self, step: GroupStep) -> float | None:
+        return self.batch_size_of(step) if step.divides_by_root else None
+
+    def _step_by_kernel(self, batch: FoldedBatch, distance: Tensor) -> Tensor:
+        """Where the kernel brings the means to; curvature and momentum are changed."""
+        members, states, step, folded = batch.members, batch.states, batch.step, batch.folded
+        assert folded is not None
+        floor, estimate, scale = self._floors(members, states), None, 1.0
+        if not batch.squares_later:
+            estimate = self._batch_estimate(batch, batch.rotation.stack([state["hess"] for state in states]), floor)
+        elif type(step.estimator) is SquaredGradient:
+            scale = self.factor_of(step)
+        new, clipped = self._kernels.step(
+            members,
+            states,
+            distance,
+            folded,
+            estimate,
+            scale=scale,
+            gradient_scale=self._gradient_scale(step),
+            floor=floor,
+            unusable=self.unusable_on(distance.device),
+        )
+        if not math.isinf(step.group["clip_radius"]):
+            self.clipped.setdefault(step.number, []).append((clipped, distance.numel()))
+        return new
+
+    def _step(self, batch: FoldedBatch, distance: Tensor) -> Tensor:
+        """The same with torch's own operations."""
+        members, states, rotation, step, folded = batch.members, batch.states, batch.rotation, batch.step, batch.folded
+        assert folded is not None
+        group, floor = step.group, self._floors(members, states)
+        hess = rotation.stack([state["hess"] for state in states])
+        momentum = rotation.stack([state["momentum"] for state in states]) if "momentum" in states[0] else None
         new = step.rule.function(
             distance,
             hess,
             momentum,
             folded.grad,
-            step.estimator.hess(folded, self.factor_of(step), precision),
+            self._batch_estimate(batch, hess, floor),
             step=self._counts(batch),
             lr=group["lr"] * step.rate_factor,
             betas=group["betas"],
-            damping=damping,
+            damping=members[0].damping,
             prior_mean=0.0,
             clip_radius=group["clip_radius"],
             floor=floor,
             start_weight=step.start_weight,
-            gradient_scale=self.batch_size_of(step) if step.divides_by_root else None,
+            gradient_scale=self._gradient_scale(step),
             ess=step.ess,
         )
-        new_means = means + rotation.back(new.mean - distance)
-        for i, (member, state) in enumerate(zip(members, states, strict=True)):
-            self.write_mean(member, state, new_means[i].reshape(member.p.shape))
+        for i, state in enumerate(states):
             state["hess"].copy_(new.hess[i].reshape(state["hess"].shape))
             if new.momentum is not None:
                 state["momentum"].copy_(new.momentum[i].reshape(state["momentum"].shape))
         self.count_unusable(new.unusable)
         if new.clipped is not None:
-            self.clipped.setdefault(step.number, []).append((new.clipped, means.numel()))
-        batch.fold_into_averages(group["basis_beta"])
+            self.clipped.setdefault(step.number, []).append((new.clipped, distance.numel()))
+        return new.mean
 
     def _prior_means(self, batch: FoldedBatch) -> float | Tensor:
         given = [member.prior_mean for member in batch.members]
@@ -277,8 +325,8 @@ class Eigenbasis(PortableDiagonal):
         counts = torch.stack([state["step"] for state in batch.states])
         return counts.to(batch.states[0]["hess"])[:, None, None]
 
-    def _momentum(self, batch: FoldedBatch) -> Tensor | None:
-        """The momentum averages before the step; those that start late do as in the diagonal structure."""
+    def _match_momenta(self, batch: FoldedBatch) -> None:
+        """Let the state have momenta if β₁ > 0, and none otherwise; late ones start as in the diagonal structure."""
         beta1, folded = batch.step.group["betas"][0], batch.folded
         assert folded is not None
         for i, state in enumerate(batch.states):
@@ -288,7 +336,6 @@ class Eigenbasis(PortableDiagonal):
                 grad = folded.grad[i].reshape(state["hess"].shape)
                 late = grad * (1 - beta1 ** state["step"].to(grad.dtype))
                 state["momentum"] = torch.where(torch.isfinite(grad), late, 0)  # 0·NaN is NaN, for ever
-        return None if beta1 == 0 else batch.rotation.stack([state["momentum"] for state in batch.states])
 
     def _refresh(self, items: list[tuple[Member, State]]) -> None:
         """Let the bases of those sides follow whose turn it is: every so many steps, spread over them."""

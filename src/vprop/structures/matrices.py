@@ -15,6 +15,7 @@ from vprop.functional import eigenbasis
 from vprop.functional.eigenbasis import Basis
 from vprop.structures.base import folded_before
 from vprop.structures.members import GroupStep, Member, State, gradient_of
+from vprop.structures.rotated import kernels_take, squares_in_kernel
 
 SIDES = ("left", "right")
 
@@ -99,6 +100,8 @@ class FoldedBatch:
 
     def __init__(self, members: list[Member], states: list[State], missed_samples: int) -> None:
         self.members, self.states = members, states
+        self.by_kernels = kernels_take(members, states)
+        self.squares_later = self.by_kernels and squares_in_kernel(self.step)
         self.rotation = Rotation.of(members, states)
         self.folded: Folded | None = None
         self.products: dict[str, Tensor] = {}
@@ -122,7 +125,10 @@ class FoldedBatch:
         grad = self.rotation.into(grads)
         self._fold_products(grad)
         noise = None if noises is None else self.rotation.stack(noises)
-        self.folded = estimator.fold(self.folded, Evidence(grad, None, noise))
+        if self.squares_later:
+            self.folded = Folded(grad, grad)  # the kernel that squares it reads the gradient alone
+        else:
+            self.folded = estimator.fold(self.folded, Evidence(grad, None, noise))
         self._sample += 1
 
     def _fold_products(self, grad: Tensor) -> None:
