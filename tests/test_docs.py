@@ -74,6 +74,36 @@ def test_the_guides_code_runs_in_order(tmp_path, monkeypatch):
             exec(program, names)
 
 
+def test_the_code_of_the_page_on_the_eigenbasis_runs_in_order():
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "eigenbasis.md").read_text(), flags=re.S)
+    assert len(programs) == 2
+    names = {}
+    with torch.random.fork_rng():
+        for program in programs:
+            exec(program, names)
+
+
+def results_of(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"eigenbasis-{name}.json").read_text())["rows"]
+
+
+def test_the_page_on_the_eigenbasis_says_what_was_measured():
+    text = (ROOT / "docs" / "eigenbasis.md").read_text()
+    memory = {(row["limit"], row["layer"]): row["ratio"] for row in results_of("memory")}
+    for layer, title in (
+        ("self_attn.in_proj_weight", "attention, in"),
+        ("out_proj.weight", "attention, out"),
+        ("linear1.weight", "up, down"),
+        ("all", "all"),
+    ):
+        line = next(line for line in text.splitlines() if line.startswith(f"| {title} |"))
+        assert line.endswith(" | ".join(["", *(f"{memory[limit, layer]:.2f}" for limit in (0, 1024, 3072))]) + " |")
+    for row in results_of("logistic"):
+        assert f"{row['elbo']:.1f} ± {row['elbo_std']:.1f}" in text, row["method"]
+    for row in results_of("uci"):
+        assert f"{row['log_likelihood']:.3f} ± {row['std']:.3f}" in text, row["structure"]
+
+
 def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
     """In a process of its own, which believes that torchrun has started it."""
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), flags=re.S)
@@ -99,6 +129,7 @@ def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
     [
         "README.md",
         "docs/guide.md",
+        "docs/eigenbasis.md",
         "docs/training.md",
         "examples/README.md",
         "docs/methods.md",

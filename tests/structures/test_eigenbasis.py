@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 import vprop
 from tests.harness import make_batch, make_model, train
-from vprop import noise
+from vprop import kernels, noise
 from vprop.functional import eigenbasis
 from vprop.kernels import cpu
 
@@ -367,6 +368,31 @@ def test_kernels_do_the_same(kind, arguments, monkeypatch):
         results[-1].append(torch.tensor(float(clipped)))
         assert (set(calls) == {"step", "perturb"}) == fused
         calls.clear()
+    for by_kernels, portable in zip(*results, strict=True):
+        torch.testing.assert_close(by_kernels, portable, rtol=2e-4, atol=2e-5)
+
+
+def test_the_kernels_of_gpus_do_the_same(monkeypatch):
+    """In Triton's interpreter, where there is no GPU."""
+    pytest.importorskip("triton", reason="the kernels of GPUs are written in Triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("the interpreter is for machines without a GPU")
+    from vprop.kernels import cuda
+
+    monkeypatch.setattr(kernels, "takes", lambda p: True)
+    monkeypatch.setattr(kernels, "backend_for", lambda device: cuda)
+    results = []
+    for fused in (None, False):
+        weights = [nn.Parameter(random(3, 4, seed=i).float()) for i in range(2)]
+        optimizer = vprop.Vario(
+            weights, lr=0.02, num_data=20, batch_size=4, structure="eigenbasis", basis_every=2, fused=fused
+        )
+        for step in range(2):
+            with optimizer.sampled_params():
+                for i, w in enumerate(weights):
+                    w.grad = random(3, 4, seed=10 * step + i).float() + w.detach()
+            optimizer.step()
+        results.append([w.detach() for w in weights] + [optimizer.state[w]["hess"] for w in weights])
     for by_kernels, portable in zip(*results, strict=True):
         torch.testing.assert_close(by_kernels, portable, rtol=2e-4, atol=2e-5)
 
