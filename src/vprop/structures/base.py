@@ -149,11 +149,11 @@ class Structure(ABC):
     # -- what a structure provides ---------------------------------------------------------------------------
 
     def spec_of(self, group: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        """The tensors in the state of the parameters of a group."""
+        """``state_spec`` of the parameters of a group."""
         return self.state_spec
 
     def kernels_for(self, group: Mapping[str, Any]) -> bool:
-        """Whether there are kernels for the parameters of a group."""
+        """``has_kernels`` for the parameters of a group."""
         return self.has_kernels
 
     def check_group(self, group: dict[str, Any]) -> None:

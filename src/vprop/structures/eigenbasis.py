@@ -6,10 +6,9 @@ weights in rotated coordinates; what is added are the bases, and averages of gra
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,51 +25,9 @@ from vprop.structures.base import MEAN, TensorSpec
 from vprop.structures.checks import broken
 from vprop.structures.matrices import SIDES, FoldedBatch, Rotation, batches, refresh, sides_of
 from vprop.structures.members import GroupStep, Marginal, Member, State, draw_of, mean_of, members_of, require_finite
-from vprop.structures.plans import Plan
+from vprop.structures.plans import PassingPlan, Plan
 from vprop.structures.portable import PortableDiagonal
 from vprop.structures.rotated import RotatedKernels, kernels_take
-
-
-@dataclass
-class _Held:
-    """A parameter that may hold a sample, and its mean, kept where the weights are all that holds it."""
-
-    p: Tensor
-    mean: Tensor | None = None
-    done: bool = False
-
-
-class EigenbasisPlan:
-    """A sample of all parameters, which is made as it is written: what is kept are the means, once."""
-
-    def __init__(self, structure: Eigenbasis, sample: int, evaluation_draw: int | None) -> None:
-        self._structure, self._sample, self._evaluation_draw = structure, sample, evaluation_draw
-        self._held = {member.p: _Held(member.p) for member in structure.members}
-
-    def write(self) -> None:
-        """Write the sample into the weights, which hold the mean."""
-        for member, mean, offset in self._structure.offsets(self._sample, self._evaluation_draw):
-            held = self._held[member.p]
-            held.mean = mean.clone() if mean.dtype == member.p.dtype else mean
-            held.done = True
-            member.p.copy_(mean + offset)
-
-    def take_out(self) -> None:
-        """Put the mean back, wherever the sample is in the weights."""
-        for held in self._held.values():
-            if held.done and held.mean is not None:
-                held.p.copy_(held.mean)
-                held.done = False
-
-    def twin(self) -> EigenbasisPlan:
-        """The same sample, with a memory of its own of where it is in the weights."""
-        twin = copy.copy(self)
-        twin._held = {p: replace(held) for p, held in self._held.items()}
-        return twin
-
-    def owners(self) -> list[Tensor]:
-        """The parameters that it is a sample of."""
-        return list(self._held)
 
 
 class Eigenbasis(PortableDiagonal):
@@ -162,13 +119,14 @@ class Eigenbasis(PortableDiagonal):
 
     # -- samples ---------------------------------------------------------------------------------------------
 
-    def plan(self, sample: int, evaluation_draw: int | None) -> EigenbasisPlan:
+    def plan(self, sample: int, evaluation_draw: int | None) -> PassingPlan:
         """Which noise goes where."""
         if evaluation_draw is None:
             self._look_at_sizes()
-        return EigenbasisPlan(self, sample, evaluation_draw)
+        params = [member.p for member in self.members]
+        return PassingPlan(params, lambda: self._offsets(sample, evaluation_draw))
 
-    def offsets(self, sample: int, evaluation_draw: int | None) -> Iterator[tuple[Member, Tensor, Tensor]]:
+    def _offsets(self, sample: int, evaluation_draw: int | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Every parameter with its mean and what a sample adds to it: Q_L(σ̃ε)Q_Rᵀ."""
         training = evaluation_draw is None
         pairs = [(member, self.state_of(member) if training else self.peek_state(member)) for member in self.members]
@@ -189,7 +147,7 @@ class Eigenbasis(PortableDiagonal):
                 mean = mean_of(member.p, state)
                 if "mean" in state and training:
                     mean = state["mean"].copy_(mean)
-                yield member, mean, offset.reshape(member.p.shape)
+                yield member.p, mean, offset.reshape(member.p.shape)
 
     def _floors(self, members: list[Member], states: list[State]) -> float | Tensor:
         """f of each matrix of a batch."""
