@@ -83,10 +83,7 @@ class Gradients:
         if self.graph is None:
             self.model.zero_grad()
             return self._backward()
-        for p in self.model.parameters():
-            if p.grad is not None:
-                p.grad.zero_()
-        self.graph.replay()
+        self.graph.replay()  # writes the gradients anew: there were none when it was captured
         return self.value
 
 

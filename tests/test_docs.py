@@ -100,7 +100,7 @@ def test_the_page_on_the_eigenbasis_says_what_was_measured():
         assert line.endswith(" | ".join(["", *(f"{memory[limit, layer]:.2f}" for limit in (0, 1024, 3072))]) + " |")
     for row in [*results_of("a1a"), *results_of("usps")]:
         assert f"{row['elbo']:.1f} ± {row['elbo_std']:.1f}" in text, row["method"]
-    for row in results_of("uci"):
+    for row in [*results_of("concrete"), *results_of("energy")]:
         assert f"{row['log_likelihood']:.3f} ± {row['std']:.3f}" in text, row["structure"]
 
 

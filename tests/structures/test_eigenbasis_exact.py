@@ -14,7 +14,7 @@ from vprop.lab.data import load
 def test_a1a_is_near_the_full_covariance():
     """Exact: −613.4 with a diagonal, −592.0 with a full covariance. One gradient of 32 examples a step."""
     data = load("a1a")
-    x, y, batch, epochs, lr = data.train_x, data.train_y.float(), 32, 30, 0.05
+    x, y, batch, epochs, lr = data.train_x.float(), data.train_y.float(), 32, 30, 0.05
     model = nn.Linear(x.shape[1], 1, bias=False)
     nn.init.zeros_(model.weight)
     facts = {"num_data": len(y), "prior_precision": 2.8072, "batch_size": batch, "init_steps": 10, "betas": (0.9, 0.99)}
