@@ -92,6 +92,19 @@ SHARED_BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 
+BAD_BASES: list[tuple[dict[str, Any], str]] = [
+    ({"structure": "kronecker"}, r"Invalid structure='kronecker': must be \"diagonal\",? (or )?\"eigenbasis\""),
+    ({"max_basis_dim": 0}, r"Invalid max_basis_dim=0: must be an integer >= 1"),
+    ({"max_basis_dim": 2.5}, r"Invalid max_basis_dim=2\.5: must be an integer >= 1"),
+    ({"basis_every": 0}, r"Invalid basis_every=0: must be an integer >= 1"),
+    ({"basis_beta": 1.0}, r"Invalid basis_beta=1\.0: must be a number in \[0, 1\)"),
+    (
+        {"structure": "eigenbasis", "prior_precision": [torch.ones(2), torch.ones(1)]},
+        r"Invalid prior_precision='one for each weight': must be one number .*Give such parameters a group with",
+    ),
+]
+"""Of the methods that have an eigenbasis."""
+
 
 @dataclass
 class OptimizerInfo:
@@ -127,8 +140,27 @@ TABLE = [
             "1-momentum": {"betas": (0.9, 0.99), "prior_precision": 3.0, "temperature": 0.5, "clip_radius": 0.2},
             "1-fisher": {"sampled_fisher": True},
             "1-mini-batch": {"batch_size": 12, "init_steps": 3, "hess_floor": 0.3, "betas": (0.9, 0.99)},
+            "1-eigenbasis": {"structure": "eigenbasis", "basis_every": 3, "basis_beta": 0.9},
+            "4-eigenbasis-pairs": {
+                **{"structure": "eigenbasis", "mc_samples": 4, "antithetic": True, "centered": True, "basis_every": 1}
+            },
+            "3-eigenbasis-centered": {"structure": "eigenbasis", "mc_samples": 3, "centered": True, "max_basis_dim": 4},
+            "1-full": {"structure": "full"},
         },
         bad_arguments=[
+            *BAD_BASES,
+            (
+                {"structure": "eigenbasis", "sampled_fisher": True},
+                r"Invalid sampled_fisher=True: must be False with structure=\"eigenbasis\"\. Its curvature",
+            ),
+            (
+                {"structure": "full", "hess_floor": 0.5},
+                r"Invalid hess_floor=0\.5: must be 0\.0 for a full covariance\. A step",
+            ),
+            (
+                {"structure": "full", "noise_limit": 0.5},
+                r"Invalid noise_limit=0\.5: must be float\(\"inf\"\) for a full covariance",
+            ),
             ({"mc_samples": 1, "centered": True}, r"Invalid mc_samples=1: must be >= 2 when centered=True"),
             (
                 {"mc_samples": 3, "centered": True, "antithetic": True},
@@ -159,8 +191,16 @@ TABLE = [
             "2-antithetic": {
                 **{"lr": 0.002, "mc_samples": 2, "antithetic": True, "noise_limit": 0.5, "hess_floor": 1.0}
             },
+            "1-eigenbasis": {"lr": 0.002, "structure": "eigenbasis", "basis_every": 2},
         },
-        bad_arguments=[({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for Vario")],
+        bad_arguments=[
+            *BAD_BASES,
+            (
+                {"structure": "full"},
+                r"Invalid preconditioner='root': must be 'precision' for a full covariance\. A step of Adam's kind",
+            ),
+            ({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for Vario"),
+        ],
     ),
     OptimizerInfo(
         vprop.CVI,
@@ -214,8 +254,14 @@ TABLE = [
             "2-antithetic": {"mc_samples": 2, "antithetic": True, "betas": (0.9, 0.99), "clip_radius": 0.3},
             "3-rescaled": {"mc_samples": 3, "betas": (0.0, 0.9), "rescale_lr": True, "hess_init": 0.1},
             "1-root": {"preconditioner": "root", "batch_size": 12, "noise_limit": 0.3},
+            "1-eigenbasis": {"structure": "eigenbasis", "basis_every": 2, "betas": (0.9, 0.99)},
+            "2-eigenbasis-pairs": {
+                **{"structure": "eigenbasis", "mc_samples": 2, "antithetic": True, "betas": (0.9, 0.99)}
+            },
         },
         bad_arguments=[
+            *BAD_BASES,
+            ({"structure": "full"}, r"Invalid structure='full': must be \"diagonal\" or \"eigenbasis\""),
             (
                 {"mc_samples": 0},
                 r"Invalid mc_samples=0: must be >= 1 for IVON, whose curvature is Price\. Try",
@@ -317,6 +363,8 @@ def cases(
         if has_hess and not info.has_hess:
             continue
         for label, arguments in info.configurations.items():
+            if has_hess and arguments.get("structure", "diagonal") != "diagonal":
+                continue
             if any_loop and Case(info, arguments).needs_objective:
                 continue
             if at_most_samples is not None and arguments.get("mc_samples", 1) > at_most_samples:

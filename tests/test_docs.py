@@ -74,11 +74,11 @@ def test_the_guides_code_runs_in_order(tmp_path, monkeypatch):
             exec(program, names)
 
 
-@pytest.mark.parametrize("page", ["calibration", "decisions"])
+@pytest.mark.parametrize("page", ["calibration", "decisions", "eigenbasis"])
 def test_the_code_of_further_pages_runs_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.S)
-    assert len(programs) >= 3
+    assert len(programs) >= 2
     names = {}
     with torch.random.fork_rng():
         for program in programs:
@@ -121,6 +121,27 @@ def _regression_rows(result):
         yield f"| {label} | {value} | {nll[0]:.3f} ± {nll[1]:.3f} | {coverage[0]:.3f} ± {coverage[1]:.3f} |"
     coverage = result["conformal_coverage"]
     yield f"| conformal intervals |  |  | {coverage[0]:.3f} ± {coverage[1]:.3f} |"
+
+
+def results_of(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"eigenbasis-{name}.json").read_text())["rows"]
+
+
+def test_the_page_on_the_eigenbasis_says_what_was_measured():
+    text = (ROOT / "docs" / "eigenbasis.md").read_text()
+    memory = {(row["limit"], row["layer"]): row["ratio"] for row in results_of("memory")}
+    for layer, title in (
+        ("self_attn.in_proj_weight", "attention, in"),
+        ("out_proj.weight", "attention, out"),
+        ("linear1.weight", "up, down"),
+        ("all", "all"),
+    ):
+        line = next(line for line in text.splitlines() if line.startswith(f"| {title} |"))
+        assert line.endswith(" | ".join(["", *(f"{memory[limit, layer]:.2f}" for limit in (0, 1024, 3072))]) + " |")
+    for row in [*results_of("a1a"), *results_of("usps")]:
+        assert f"{row['elbo']:.1f} ± {row['elbo_std']:.1f}" in text, row["method"]
+    for row in [*results_of("concrete"), *results_of("energy")]:
+        assert f"{row['log_likelihood']:.3f} ± {row['std']:.3f}" in text, row["structure"]
 
 
 def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
@@ -175,6 +196,7 @@ SCORES = {"log_loss": 4, "calibration_error": 4, "distance": 4}
         "docs/decisions.md",
         "docs/sensitivity.md",
         "docs/predictions.md",
+        "docs/eigenbasis.md",
         "docs/training.md",
         "examples/README.md",
         "docs/methods.md",

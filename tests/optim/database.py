@@ -178,9 +178,12 @@ class Entry:
 
 def inputs_of(info: Any, with_implementations: bool) -> list[Any]:
     if with_implementations:
-        return torchs._get_optim_inputs_including_global_cliquey_kwargs(
+        inputs = torchs._get_optim_inputs_including_global_cliquey_kwargs(
             DEVICE, torch.float32, info, skip=("differentiable",)
         )
+        # Kernels are for the diagonal structure, also where an optimizer has others.
+        others = [i for i in inputs if i.kwargs.get("structure", "diagonal") != "diagonal" and i.kwargs.get("fused")]
+        return [entry for entry in inputs if entry not in others]
     return info.optim_inputs_func(DEVICE)
 
 

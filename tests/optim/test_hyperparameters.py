@@ -39,9 +39,11 @@ NOT_TAKEN = {
     "VON": {"preconditioner", *FLOORS},
     "VONG": {"preconditioner", *FLOORS},
 }
+BASES = ["structure", "max_basis_dim", "basis_every", "basis_beta"]
 OWN = {
-    "Vprop": ["sampled_fisher"],
-    "IVON": ["rescale_lr"],
+    "Vprop": ["sampled_fisher", *BASES, "max_parameters"],
+    "Vario": [*BASES, "max_parameters"],
+    "IVON": [*BASES, "rescale_lr"],
     "VOGN": ["chunk_size"],
     "CVI": ["chunk_size"],
     "VON": ["chunk_size", "max_parameters"],

@@ -27,6 +27,12 @@ def test_all_loops_give_the_same_run(case, loop):
 def test_micro_batches_equal_one_batch(case, loop):
     if loop == "attached" and case.mc_samples > 1:
         loop = "closure"
+    if case.arguments.get("structure") == "eigenbasis":
+        # Eigenvectors amplify the difference of two roundings by the gaps between eigenvalues: few digits of float32
+        # would be left of directions that pairs of gradients have almost the same curvature in.
+        runs = [train(case, loop, model=make_model().double(), micro_batches=k) for k in (1, 4)]
+        assert_same_run(*runs, rtol=1e-6, atol=1e-9)
+        return
     whole, parts = train(case, loop), train(case, loop, micro_batches=4)
     assert_same_run(whole, parts, rtol=1e-4, atol=2e-6)
 

@@ -267,7 +267,8 @@ def test_mixed_device_dtype(case, other):
     problem.model.bias = nn.Parameter(problem.model.bias.detach().to(other))
     weight, bias = problem.parameters
     groups = [{"params": [weight]}, {"params": [bias]}]
-    if case.info.name in FULL and other is torch.float64:
+    full = case.info.name in FULL or case.kwargs.get("structure") == "full"
+    if full and other is torch.float64:
         with pytest.raises(ValueError, match=r"One covariance .* one precision, but there is .*diagonal optimizer"):
             case(groups)
         return

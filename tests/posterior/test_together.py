@@ -9,7 +9,7 @@ from vprop.calibration import fit_temperature, fit_variance_scale
 from vprop.posterior import Scales
 
 
-def posterior(seed=0, full=False, classes=3):
+def posterior(seed=0, full=False, classes=3, structure=None):
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -17,7 +17,12 @@ def posterior(seed=0, full=False, classes=3):
     x = torch.randn(60, 4, generator=generator, dtype=torch.float64)
     y = torch.randint(0, classes, (60,), generator=generator)
     make = vprop.VONG if full else vprop.Vprop
-    optimizer = make(model.parameters(), lr=0.1, num_data=60, batch_size=60)
+    groups = model.parameters()
+    if structure == "composed":
+        kinds = ("eigenbasis", "diagonal", "full", "diagonal")
+        groups = [{"params": [p], "structure": kind} for p, kind in zip(groups, kinds, strict=True)]
+    further = {"structure": "eigenbasis", "basis_every": 1} if structure == "eigenbasis" else {}
+    optimizer = make(groups, lr=0.1, num_data=60, batch_size=60, **further)
     objective = vprop.Objective(model, nn.functional.cross_entropy, x, y)
     for _ in range(5):
         optimizer.step(objective)
@@ -39,7 +44,16 @@ def with_temperature(q, temperature):
     return other
 
 
+def covariance_of(q):
+    """Σ as a matrix, from products with it."""
+    return q._covariance_times(torch.eye(q.num_parameters, dtype=torch.float64))
+
+
 KINDS = {
+    "eigenbasis": lambda: posterior(structure="eigenbasis"),
+    "composed": lambda: posterior(structure="composed"),
+    "last layer, eigenbasis": lambda: posterior(structure="eigenbasis").last_layer(),
+    "last layer, composed": lambda: posterior(structure="composed").last_layer(),
     "diagonal": lambda: posterior(),
     "full": lambda: posterior(full=True),
     "pruned": lambda: posterior().prune(0.5),
@@ -66,7 +80,7 @@ def test_a_temperature_divides_logits_however_they_are_predicted(kind, data):
         torch.testing.assert_close(after.output_covariance, before.output_covariance / 4)
 
 
-@pytest.mark.parametrize("kind", ["diagonal", "pruned", "pruned full", "mixture"])
+@pytest.mark.parametrize("kind", ["diagonal", "pruned", "pruned full", "mixture", "eigenbasis", "composed"])
 def test_what_was_calibrated_is_saved(kind, data, tmp_path):
     x, y = data
     fit = fit_temperature(KINDS[kind](), x, y)
@@ -104,15 +118,52 @@ def test_a_mixture_of_calibrated_members_is_calibrated_alike_or_refused(data):
         vprop.Mixture([mixed, posterior(2)])
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_linearised_predictions_of_pruned_weights_have_their_covariance(full, data):
+@pytest.mark.parametrize("kind", ["diagonal", "full", "pruned", "pruned full", "eigenbasis", "composed"])
+def test_linearised_predictions_have_the_covariance_of_draws(kind, data):
     x, _ = data
-    q = posterior(full=full).prune(0.4)
+    q = KINDS[kind]()
+    draws = [torch.cat([v.flatten() for v in q._draw(0, i).values()]) for i in range(4000)]
+    difference = (torch.stack(draws).T.cov() - covariance_of(q)).abs()
+    scale = covariance_of(q).diagonal().sqrt()
+    assert float((difference / (scale[:, None] * scale + 1e-12)).max()) < 0.1  # 5 to 6 standard errors
     parameters = {name: mean.clone() for name, mean in q.mean.items()}
     jacobian = torch.func.jacrev(lambda weights: torch.func.functional_call(q.model, weights, x[:3]))(parameters)
     rows = torch.cat([part.flatten(2) for part in jacobian.values()], -1)
     expected = rows @ q._covariance_times(rows.flatten(0, 1)).view_as(rows).mT
     torch.testing.assert_close(q.predict(x[:3], method="linearized").output_covariance, expected)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "eigenbasis", "composed"])
+def test_a_last_layer_has_the_marginal(kind):
+    q = KINDS[kind]()
+    head = q.last_layer()
+    start = q.num_parameters - head.num_parameters
+    torch.testing.assert_close(covariance_of(head), covariance_of(q)[start:, start:])
+
+
+def test_forgetting_in_rotated_coordinates_takes_what_the_examples_added(data):
+    q = posterior(structure="eigenbasis")
+    x = data[0][:2]
+    y = torch.tensor([0, 1])
+    less = q.forget((x, y))
+    assert less.ess == pytest.approx(q.ess - 2)
+    bases = {name: torch.kron(q.left_basis[name], q.right_basis.get(name, torch.eye(1, dtype=torch.float64)))
+             for name in q.mean}  # fmt: skip
+    turn = torch.block_diag(*bases.values())
+    weights = {name: mean.clone() for name, mean in q.mean.items()}
+    call = torch.func.functional_call
+    jacobian = torch.func.jacrev(lambda w: call(q.model, w, x))(weights)
+    rows = torch.cat([part.flatten(2) for part in jacobian.values()], -1)
+    probs = call(q.model, weights, x).softmax(-1)
+    curvature = torch.einsum(
+        "eow,eop,epv->wv", rows, torch.diag_embed(probs) - probs[:, :, None] * probs[:, None], rows
+    )
+    kept = (turn.T @ curvature @ turn).diagonal()
+    before, after = (torch.cat([v.flatten() for v in p.rotated_variance.values()]) for p in (q, less))
+    torch.testing.assert_close(1 / after, 1 / before - kept)
+    slope = torch.einsum("eow,eo->w", rows, probs - torch.eye(3, dtype=torch.float64)[y])
+    shift = torch.cat([(less.mean[name] - q.mean[name]).flatten() for name in q.mean])
+    torch.testing.assert_close(shift, turn @ (after * (turn.T @ slope)))
 
 
 def test_what_has_no_answer_says_what_to_do_instead(data, tmp_path):
@@ -121,6 +172,8 @@ def test_what_has_no_answer_says_what_to_do_instead(data, tmp_path):
         mixture.predict(data[0], method="linearized")
     with pytest.raises(ValueError, match=r"posterior.last_layer\(\).prune"):
         posterior().prune(0.5).last_layer()
+    with pytest.raises(TypeError, match=r"as_diagonal\(\).prune"):
+        posterior(structure="eigenbasis").prune(0.5)
     with pytest.raises(ValueError, match="Save that one, load it, and call last_layer"):
         mixture.last_layer().save(tmp_path / "q.safetensors")
 

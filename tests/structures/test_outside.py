@@ -424,8 +424,8 @@ def test_a_file_whose_class_is_not_imported(trained, tmp_path):
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert (
-        "unknown structure 'per_tensor': this version reads 'diagonal' and 'full' and 'mixture' and 'pruned'. "
-        in run.stderr
+        "unknown structure 'per_tensor': this version reads 'composed', 'diagonal', 'eigenbasis', 'full', 'mixture' "
+        "and 'pruned'. " in run.stderr
     )
     assert "import the module with its posterior class before you load the file" in run.stderr
 

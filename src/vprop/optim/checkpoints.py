@@ -12,6 +12,7 @@ from vprop.optim.loading import (
     check_form,
     check_same_method,
     check_same_parameters,
+    check_same_structures,
     read_state,
 )
 from vprop.optim.resolution import resolved
@@ -31,7 +32,7 @@ def load(optimizer: VariationalOptimizer, state_dict: dict[str, Any]) -> None:
     def read(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
         nonlocal state
         groups = _read_groups(optimizer, final)
-        state = read_state(final, groups, optimizer._structure.state_spec)
+        state = read_state(final, groups, optimizer._structure.spec_of)
         optimizer._structure.check_state(resolved(optimizer, groups), state)
         numbers = [group["params"] for group in final["param_groups"]]  # in place of parameters, which torch copies
         plain = [
@@ -69,6 +70,7 @@ def _read_groups(optimizer: VariationalOptimizer, saved: dict[str, Any]) -> list
     check_same_parameters(saved, optimizer.param_groups)
     method = optimizer._method()
     check_same_method(saved, method)
+    check_same_structures(saved, optimizer.param_groups)
     groups = []
     for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group = optimizer.defaults | theirs | {"params": own["params"], METHOD: method}

@@ -11,11 +11,12 @@ from typing_extensions import Unpack
 from vprop.curvature import CurvatureEstimator, Price
 from vprop.optim.hyperparameters import Hyperparameter, Shared, not_centered, with_hyperparameters
 from vprop.optim.hyperparameters.checks import flag, start_that_stays
+from vprop.optim.hyperparameters.shared import Bases
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import RIEMANNIAN, RateFactor, Rule
 
 
-class IVONArguments(Shared, total=False):
+class IVONArguments(Shared, Bases, total=False):
     """Of IVON."""
 
     rescale_lr: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from vprop.parallel.sharding import shard_of, to_local
 from vprop.structures.base import TensorSpec
 from vprop.structures.checks import REBUILD, broken, other_shape, refused
 
+SpecOf = Callable[[Mapping[str, Any]], Mapping[str, TensorSpec]]
 METHOD = "variational_method"
 """The entry of a parameter group that says which method made its state; groups are what every way of saving keeps."""
 
@@ -66,12 +67,22 @@ def check_same_method(saved: Mapping[str, Any], method: str) -> None:
             )
 
 
-def read_state(
-    saved: Mapping[str, Any], groups: list[dict[str, Any]], spec: Mapping[str, TensorSpec]
-) -> dict[Any, dict[str, Any]]:
+def check_same_structures(saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Refuse the checkpoint of another structure; one that does not say which is older than the others."""
+    for i, (theirs, own) in enumerate(zip(saved["param_groups"], groups, strict=True)):
+        wanted, found = own.get("structure", "diagonal"), theirs.get("structure", "diagonal")
+        if "structure" in own and found != wanted:
+            raise refused(
+                f"group {i} of the checkpoint has structure={found!r}, that of this optimizer {wanted!r}",
+                f"Build the optimizer with structure={found!r} for that group.",
+            )
+
+
+def read_state(saved: Mapping[str, Any], groups: list[dict[str, Any]], spec_of: SpecOf) -> dict[Any, dict[str, Any]]:
     """The state by parameter, copied to where it belongs; of entries that no parameter has, as it is.
 
-    ``groups`` are those of the optimizer as they will be; ``spec`` says what the structure keeps of a parameter.
+    ``groups`` are those of the optimizer as they will be; ``spec_of`` says what the structure of a group keeps
+    of a parameter.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     owners = [(p, group) for group in groups for p in group["params"]]
@@ -84,6 +95,7 @@ def read_state(
             continue
         p, group = owner_of[number]
         name = f"parameter {position[number]}"
+        spec = spec_of(group)
         _check_entry(name, entry, p, spec)
         state[p] = {key: _taken(name, key, value, p, group, spec) for key, value in entry.items()}
     return state

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from vprop.checks import check_model
+from vprop.checks import check_model, invalid
 from vprop.curvature import CurvatureEstimator
 from vprop.help.auto_prior import take_auto
 from vprop.help.diagnosis import Diagnosis, diagnose
@@ -35,7 +35,17 @@ from vprop.optim.resolution import Resolution, check_sample_counts
 from vprop.optim.sampling import Sampling, at_the_mean, note_hooks, release_samples
 from vprop.parallel.seeds import SeedCheck
 from vprop.posterior import Posterior
-from vprop.structures import NATURAL, Diagonal, GroupStep, Marginal, RateFactor, Rule, Structure
+from vprop.structures import (
+    NATURAL,
+    Diagonal,
+    GroupStep,
+    Marginal,
+    RateFactor,
+    Rule,
+    Structure,
+    part_of,
+    structure_for,
+)
 
 
 class VariationalOptimizer(TrainingLoops):
@@ -71,6 +81,7 @@ class VariationalOptimizer(TrainingLoops):
         self._resolution = Resolution()
         self._seed_check = SeedCheck()
         self._loop = LoopState()
+        self._structure_names: list[str] = []
         self._snapshots = 0
         self._watch_lifetime()
 
@@ -108,11 +119,13 @@ class VariationalOptimizer(TrainingLoops):
         group[METHOD] = self._method()
         try:
             self._check_group(group)
-            check_fused(group, type(self).__name__, self._structure.has_kernels)
+            self._fit_structure(self.param_groups)
+            check_fused(group, type(self).__name__, self._structure.kernels_for(group))
             check_sample_counts(self, self.param_groups)
             self._structure.check_groups(self.param_groups, self._shared_by_groups())
         except ValueError:
             self.param_groups.pop()
+            self._fit_structure(self.param_groups)
             raise
         release_samples(group["params"])
         warn_of_shared_memory(group)
@@ -122,7 +135,31 @@ class VariationalOptimizer(TrainingLoops):
         take_auto(group)
         check_parameters(group["params"])
         check_hyperparameters(group, self._hyperparameters)
-        self._structure.check_group(group)
+        structure = self._structure
+        (part_of(structure, group["structure"]) if "structure" in group else structure).check_group(group)
+
+    def _fit_structure(self, groups: list[dict[str, Any]]) -> None:
+        """Hold the structures that the groups ask for, where the optimizer lets them choose."""
+        names = [group["structure"] for group in groups if "structure" in group]
+        if names == self._structure_names or not names:
+            return
+        for group, former in zip(groups, self._structure_names, strict=False):
+            if group["structure"] != former and any(self.state.get(p) for p in group["params"]):
+                wanted, group["structure"] = group["structure"], former
+                raise invalid(
+                    "structure",
+                    wanted,
+                    f"{former!r}, as it was when the group's state was made",
+                    "Make a new optimizer for another structure; posterior.as_prior() can be its prior.",
+                )
+        fitting = structure_for(names, self._structure)
+        if fitting is not self._structure:
+            if not self._sampling.is_mean:
+                self._sampling.put_mean_back()
+                self._sampling.forget_samples()
+            fitting.take_over(self._structure)
+            self._structure = self._sampling.structure = fitting
+        self._structure_names = names
 
     @classmethod
     def _shared_by_groups(cls) -> list[str]:
@@ -291,6 +328,7 @@ class VariationalOptimizer(TrainingLoops):
             for name, value in (self.defaults | {METHOD: self._method()}).items():
                 group.setdefault(name, value)
         self._start_afresh()
+        self._fit_structure(self.param_groups)
         if structure is not None:
             self._structure.take_over(structure)
         if loop is not None and loop.attached:

@@ -82,6 +82,7 @@ def _addresses(params: list[Tensor]) -> list[int]:
 def resolved(optimizer: VariationalOptimizer, groups: list[dict[str, Any]]) -> list[GroupStep]:
     """The groups as a step sees them, after a check of what can be edited at any time."""
     check_sample_counts(optimizer, groups)
+    optimizer._fit_structure(groups)
     optimizer._structure.check_groups(groups, optimizer._shared_by_groups())
     steps, number = [], 0
     for i, group in enumerate(groups):
@@ -129,6 +130,6 @@ def check_sample_counts(optimizer: VariationalOptimizer, groups: list[dict[str, 
 
 
 def _may_be_fused(optimizer: VariationalOptimizer, group: dict[str, Any]) -> bool:
-    if not optimizer._structure.has_kernels or group["fused"] is False:
+    if not optimizer._structure.kernels_for(group) or group["fused"] is False:
         return False
     return bool(group["fused"]) or group["foreach"] is None

@@ -12,7 +12,12 @@ from typing_extensions import Unpack
 from vprop.curvature import CurvatureEstimator, SquaredGradient
 from vprop.optim.hyperparameters import Shared, not_centered, with_hyperparameters
 from vprop.optim.hyperparameters.declaration import REQUIRED
+from vprop.optim.hyperparameters.shared import STRUCTURES, Bases, MatrixSize
 from vprop.optim.optimizer import VariationalOptimizer
+
+
+class VarioArguments(Shared, Bases, MatrixSize, total=False):
+    """Of Vario."""
 
 
 @with_hyperparameters(
@@ -22,6 +27,7 @@ from vprop.optim.optimizer import VariationalOptimizer
     init_steps={"default": 0.0},
     preconditioner={"default": "root"},
     noise_limit={"default": 0.2},
+    structure=STRUCTURES,
     centered=not_centered("Vario", "whose curvature is the plain square"),
 )
 class Vario(VariationalOptimizer):
@@ -56,8 +62,8 @@ class Vario(VariationalOptimizer):
     True
     """
 
-    def __init__(self, params: ParamsT, lr: float | Tensor = 0.003, **hyperparameters: Unpack[Shared]) -> None:
+    def __init__(self, params: ParamsT, lr: float | Tensor = 0.003, **hyperparameters: Unpack[VarioArguments]) -> None:
         super().__init__(params, {"lr": lr, **hyperparameters})
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
-        return SquaredGradient(torch.mul)
+        return SquaredGradient(torch.outer if group["structure"] == "full" else torch.mul)

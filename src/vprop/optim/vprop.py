@@ -11,15 +11,15 @@ from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, from_gradients
 from vprop.optim.hyperparameters import Shared, with_hyperparameters
-from vprop.optim.hyperparameters.shared import SampledFisher
+from vprop.optim.hyperparameters.shared import STRUCTURES, Bases, MatrixSize, SampledFisher
 from vprop.optim.optimizer import VariationalOptimizer
 
 
-class VpropArguments(Shared, SampledFisher, total=False):
+class VpropArguments(Shared, SampledFisher, Bases, MatrixSize, total=False):
     """Of Vprop."""
 
 
-@with_hyperparameters()
+@with_hyperparameters(structure=STRUCTURES)
 class Vprop(VariationalOptimizer):
     r"""Diagonal Gaussian variational inference with the cost of RMSprop (Khan et al., 2017).
 
@@ -59,7 +59,7 @@ class Vprop(VariationalOptimizer):
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return from_gradients(
-            torch.mul,
+            torch.outer if group["structure"] == "full" else torch.mul,
             centered=group["centered"],
             antithetic=group["antithetic"],
             sampled_fisher=group["sampled_fisher"],

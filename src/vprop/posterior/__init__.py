@@ -3,7 +3,9 @@
 from vprop.likelihood import Likelihood
 from vprop.posterior._base import ElboEstimate, Posterior
 from vprop.posterior.calibrated import Scales
+from vprop.posterior.composed import ComposedPosterior
 from vprop.posterior.diagonal import DiagonalPosterior
+from vprop.posterior.eigenbasis import EigenbasisPosterior
 from vprop.posterior.full import FullPosterior
 from vprop.posterior.io import load_posterior
 from vprop.posterior.linearized import LinearizedPrediction
@@ -16,7 +18,9 @@ from vprop.posterior.sensitivity import Sensitivity
 from vprop.posterior.summary import PredictionSummary
 
 __all__ = [
+    "ComposedPosterior",
     "DiagonalPosterior",
+    "EigenbasisPosterior",
     "ElboEstimate",
     "FullPosterior",
     "GaussianPrior",

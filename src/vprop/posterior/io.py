@@ -127,7 +127,8 @@ def _to_devices(
 def _class_of(structure: str, path: Path) -> type[Posterior]:
     found = _registry.find(structure)
     if found is None:
-        known = " and ".join(repr(cls.structure) for cls in _registry.registered())
+        names = [repr(cls.structure) for cls in _registry.registered()]
+        known = " and ".join([", ".join(names[:-1]), names[-1]])
         raise ValueError(
             f"{path}: unknown structure {structure!r}: this version reads {known}. Update vprop; or, if the structure "
             "is defined elsewhere, import the module with its posterior class before you load the file."

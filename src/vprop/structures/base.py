@@ -88,6 +88,8 @@ class Structure(ABC):
     ``write_mean``, ``snapshot``). One with correlations has its own ``marginals``.
     """
 
+    name: ClassVar[str] = ""
+    """What the argument ``structure`` of optimizers calls it, if it is one of those that they choose from."""
     state_spec: ClassVar[Mapping[str, TensorSpec]] = {"mean": MEAN}
     """The tensors in the state of a parameter, by key, beside ``step``."""
     has_kernels: ClassVar[bool] = False
@@ -144,6 +146,14 @@ class Structure(ABC):
         return list(members_of(self.groups))
 
     # -- what a structure provides ---------------------------------------------------------------------------
+
+    def spec_of(self, group: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        """``state_spec`` of the parameters of a group."""
+        return self.state_spec
+
+    def kernels_for(self, group: Mapping[str, Any]) -> bool:
+        """``has_kernels`` for the parameters of a group."""
+        return self.has_kernels
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters or parameters that the structure cannot do with. To be extended."""

@@ -82,6 +82,7 @@ class Diagonal(PortableDiagonal):
     float16 weights, which are too coarse to hold it, and ``size`` (one number) where ``noise_limit`` is relative to it.
     """
 
+    name = "diagonal"
     state_spec: ClassVar[Mapping[str, TensorSpec]] = {
         "hess": TensorSpec(needed=True),
         "momentum": TensorSpec(),

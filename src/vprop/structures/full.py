@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from vprop.checks import invalid
 from vprop.curvature import CurvatureEstimator, Evidence, Folded
 from vprop.functional import full
 from vprop.functional.diagonal import newest_weight
@@ -44,6 +45,7 @@ class Full(Structure):
     the matrix H over all parameters that have a state, in float64.
     """
 
+    name = "full"
     state_spec: ClassVar[Mapping[str, TensorSpec]] = {
         "hess": TensorSpec(like_parameter=False, dtype=_WIDE),
         "momentum": TensorSpec(),
@@ -68,6 +70,17 @@ class Full(Structure):
         self._taking_part = {}
         self._folded = self._observation = self._shared_gradient = None
         self.has_folded = False
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse what is for diagonals: one matrix has neither a step of Adam's kind nor a floor under its diagonal."""
+        super().check_group(group)
+        for name, only in (("preconditioner", "precision"), ("hess_floor", 0.0), ("noise_limit", math.inf)):
+            value = group.get(name, only)
+            if value != only:
+                remedy = "A step of Adam's kind, and bounds on σ, are for diagonals: set it so in the group, with an "
+                remedy += "lr for natural-gradient steps (0.1)."
+                allowed = 'float("inf")' if only == math.inf else repr(only)
+                raise invalid(name, value, f"{allowed} for a full covariance", remedy)
 
     def check_groups(self, groups: list[dict[str, Any]], shared: Iterable[str]) -> None:
         """Refuse groups that cannot have one covariance, or too large a one."""

@@ -295,6 +295,71 @@ class SharedByFull(
     """What the optimizers with a full covariance share."""
 
 
+_DIAGONAL_OR_EIGENBASIS = (
+    '``"diagonal"``: one variance for each weight; ``"eigenbasis"``: one for each direction of two bases that follow '
+    "the gradients of a weight matrix (a convolution as outputs × all else, a vector as a column), which takes in the "
+    "correlations inside of a layer; see :mod:`vprop.functional.eigenbasis`"
+)
+
+
+class Bases(TypedDict, total=False):
+    """How the Gaussian over a group's weights is kept, of the methods that can keep it in an eigenbasis."""
+
+    structure: Annotated[
+        str,
+        Hyperparameter(
+            _DIAGONAL_OR_EIGENBASIS + ". Groups may differ.",
+            "diagonal",
+            checks.one_of(
+                ("diagonal", "eigenbasis"),
+                "Diagonal: independent weights; eigenbasis: correlations inside of a matrix.",
+                '"diagonal" or "eigenbasis"',
+            ),
+        ),
+    ]
+    max_basis_dim: Annotated[
+        int,
+        Hyperparameter(
+            "with an eigenbasis: the longest side of a matrix that gets a basis, of that length squared; longer ones "
+            "keep the coordinates of the weights. Read when a parameter's state is made.",
+            1024,
+            checks.at_least_one,
+        ),
+    ]
+    basis_every: Annotated[
+        int,
+        Hyperparameter(
+            "with an eigenbasis: steps between two changes of a basis. Sides take turns, so that each step has its "
+            "share.",
+            10,
+            checks.at_least_one,
+        ),
+    ]
+    basis_beta: Annotated[
+        float,
+        Hyperparameter(
+            "with an eigenbasis: decay of the averages of products of gradients that the bases follow.",
+            0.999,
+            checks.number("a number in [0, 1)", lambda v: 0 <= v < 1, "0.999 remembers about a thousand steps."),
+        ),
+    ]
+
+
+STRUCTURES = {
+    "words": (
+        _DIAGONAL_OR_EIGENBASIS
+        + '; ``"full"``: one covariance over all weights of the groups that ask for it, as in :class:`vprop.VONG`, '
+        'with a natural-gradient step (``preconditioner="precision"``, no floor). Groups may differ.'
+    ),
+    "check": checks.one_of(
+        ("diagonal", "eigenbasis", "full"),
+        "Diagonal: independent weights; eigenbasis: correlations inside of a matrix; full: all correlations.",
+        '"diagonal", "eigenbasis" or "full"',
+    ),
+}
+"""What ``structure`` is for methods that have a full form as well."""
+
+
 class SampledFisher(TypedDict, total=False):
     """Of the methods whose curvature is made of gradients."""
 
