@@ -44,7 +44,10 @@ def test_noise_is_the_same_to_float32_rounding():
 
 @pytest.mark.parametrize("case", cases())
 def test_same_run_on_both_devices(case):
-    assert_same_run(train_on("cpu", case), to_cpu(*train_on("cuda", case)), rtol=2e-3, atol=1e-4)
+    # Eigenvectors amplify the difference of two roundings by the gaps between eigenvalues.
+    dtype = torch.float64 if case.arguments.get("structure") == "eigenbasis" else torch.float32
+    runs = [train_on(device, case, dtype=dtype) for device in ("cpu", "cuda")]
+    assert_same_run(runs[0], to_cpu(*runs[1]), rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -67,6 +67,13 @@ class Eigenbasis(PortableDiagonal):
                 "In rotated coordinates a prior with a precision for each weight is not diagonal. Give such parameters "
                 'a group with structure="diagonal".',
             )
+        if group["capturable"]:
+            raise invalid(
+                "capturable",
+                True,
+                'False with structure="eigenbasis"',
+                "Which bases are refreshed is decided on the CPU. Capture forward and backward, and step outside.",
+            )
         if group.get("sampled_fisher"):
             raise invalid(
                 "sampled_fisher",

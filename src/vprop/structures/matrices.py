@@ -169,8 +169,7 @@ class FoldedBatch:
             averages = stacked([state[f"{side}_average"] for state in self.states], shape)
             usable = torch.isfinite(product.diagonal(dim1=-2, dim2=-1).sum(-1))[:, None, None]
             averages = torch.where(usable, averages.lerp(product, 1 - decay), averages)
-            for state, average in zip(self.states, averages, strict=True):
-                state[f"{side}_average"].copy_(average)
+            torch._foreach_copy_([state[f"{side}_average"] for state in self.states], list(averages.unbind()))
 
 
 def refresh(states: Sequence[State], shape: tuple[int, int], side: str, solve: bool) -> None:
