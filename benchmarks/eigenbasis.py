@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--max-basis-dim", type=int, default=1024, help="of gpt, resnet, step and memory")
     parser.add_argument("--lr", type=float, nargs="+", help="of gpt and resnet; of several the best")
     parser.add_argument("--out", type=Path, help="of picture: a PNG file")
+    parser.add_argument("--structures", nargs="+", default=["diagonal", "eigenbasis"], help="of resnet")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of gpt and resnet")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -257,6 +258,8 @@ def main() -> None:
         if arguments.task in ("gpt", "resnet"):
             rates = "" if arguments.lr is None else f" --lr {' '.join(map(str, arguments.lr))}"
             command += f"{rates} --seeds {' '.join(map(str, arguments.seeds))}"
+        if len(arguments.structures) == 1:
+            command += f" --structures {arguments.structures[0]}"
         result = {"command": command, "environment": environment(), "rows": rows}
         result["seconds"] = round(time.perf_counter() - started)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

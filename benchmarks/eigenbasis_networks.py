@@ -346,11 +346,12 @@ def resnet(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rates = arguments.lr or [3e-3]
     rows, best = [], dict.fromkeys(STRUCTURES, rates[0])
     if len(rates) > 1:
-        for structure in STRUCTURES:
+        for structure in arguments.structures:
             tried = [run(structure, lr, 100, tuning=True) for lr in rates]
             best[structure] = min(tried, key=lambda row: row["posterior"]["nll"])["lr"]
             rows += tried
-    rows += [run(structure, best[structure], seed, False) for seed in arguments.seeds for structure in STRUCTURES]
+    chosen = [(structure, seed) for seed in arguments.seeds for structure in arguments.structures]
+    rows += [run(structure, best[structure], seed, False) for structure, seed in chosen]
     return rows
 
 
