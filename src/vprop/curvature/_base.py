@@ -124,3 +124,12 @@ class ObservedAverage(CurvatureEstimator):
     def hess(self, folded: Folded, ess: float, precision: Tensor | None = None) -> Tensor:
         """The mean itself: it is in units of the mean loss already."""
         return folded.product
+
+
+def folded_before(estimator: CurvatureEstimator, grad: Tensor, samples: int) -> Folded | None:
+    """The samples of this step in which a parameter took no part: they count with the gradient they had, zero."""
+    folded = None
+    for _ in range(samples):
+        nothing = torch.zeros_like(grad)
+        folded = estimator.fold(folded, Evidence(nothing, nothing, nothing))
+    return folded

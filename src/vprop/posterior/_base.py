@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +15,11 @@ from torch import Tensor, nn
 from vprop import noise
 from vprop.checks import check_num_samples, check_seed, invalid
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
-from vprop.likelihood.terms import LossWatch
-from vprop.objective import LossFunction, Objective, call_model
+from vprop.objective import LossFunction, Objective
 from vprop.posterior import _registry, io
-from vprop.posterior._batches import ElboEstimate, batches_of, size_of_batch
+from vprop.posterior._arguments import check_weights
 from vprop.posterior._decisions import Decisions
+from vprop.posterior._elbo import ElboEstimate, elbo_estimate
 from vprop.posterior.calibrated import Scales
 from vprop.posterior.prediction import Prediction
 from vprop.posterior.predictive.head import last_layer
@@ -356,21 +354,7 @@ class Posterior(Decisions, ABC):
         return {name: weight.to(self._weight_dtypes[name]) for name, weight in weights.items()}
 
     def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        if not isinstance(weights, Mapping):
-            raise TypeError(
-                f"log_prob(weights): got {type(weights).__name__}, must be a dict of tensors by the names of "
-                "posterior.mean. posterior.sample() gives one; dict(model.named_parameters()) is one."
-            )
-        missing = sorted(set(self.mean) - set(weights))
-        if missing:
-            raise ValueError(
-                f"log_prob(weights): weights lack {missing}. Pass a dict with the names of posterior.mean."
-            )
-        for name, mean in self.mean.items():
-            value = weights[name]
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if shape != mean.shape:
-                raise ValueError(f"log_prob(weights): {name!r} has shape {shape}, must have {tuple(mean.shape)}.")
+        check_weights(weights, self.mean)
 
     # -- the ELBO --------------------------------------------------------------------------------------------
 
@@ -400,7 +384,6 @@ class Posterior(Decisions, ABC):
         estimate = self.elbo_estimate(objective, num_samples, loss_fn=loss_fn, seed=seed)
         return torch.tensor(estimate.value, dtype=torch.float64, device="cpu")
 
-    @torch.no_grad()
     def elbo_estimate(
         self,
         objective: Objective | Iterable[Any],
@@ -410,35 +393,7 @@ class Posterior(Decisions, ABC):
         seed: int = 0,
     ) -> ElboEstimate:
         """The ELBO with its two parts and the standard error of the Monte Carlo average."""
-        num_samples, seed = check_num_samples(num_samples), check_seed(seed)
-        if self.ess is None:
-            raise ValueError(
-                "The ELBO needs one effective sample size, but the optimizer's groups have different num_data or "
-                "temperature. Use the same in all groups."
-            )
-        # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
-        losses, examples = [0.0] * num_samples, 0.0
-        refuse_sharded(self.model, "elbo()")
-        for x, y, batch_loss in batches_of(objective, loss_fn):
-            size, watch = 0.0, LossWatch()
-            for k, model in enumerate(self._sampled_models(num_samples, seed)):
-                with watch if k == 0 else nullcontext():
-                    loss = batch_loss(call_model(model, x), y)
-                if k == 0:
-                    size = size_of_batch(watch, loss, y)
-                    examples += size
-                if size == 0:
-                    break  # 0/0 with any weights
-                losses[k] += size * float(loss)
-        if examples == 0:
-            raise ValueError(
-                "elbo(objective): the objective has no examples, or none of its targets counts. Pass an Objective or a "
-                "non-empty loader, with labels that are not all ignored."
-            )
-        per_sample = torch.tensor(losses, dtype=torch.float64, device="cpu") * (-self.ess / examples)
-        spread = float(per_sample.std()) / math.sqrt(num_samples) if num_samples > 1 else math.nan
-        expected, kl = float(per_sample.mean()), float(self.kl())
-        return ElboEstimate(expected - kl, spread, expected, kl)
+        return elbo_estimate(self, objective, num_samples, loss_fn, seed)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

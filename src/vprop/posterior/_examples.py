@@ -25,7 +25,7 @@ from vprop.curvature.per_example import NUMBERS_AT_A_TIME, refuse_batchnorm_with
 from vprop.likelihood import GaussianLikelihood, HeteroscedasticGaussianLikelihood
 from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, call_model
-from vprop.posterior._batches import batches_of
+from vprop.posterior._elbo import batches_of
 from vprop.posterior._example_checks import (
     check_labels,
     check_objective,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vprop import noise
 from vprop.checks import invalid
 from vprop.curvature import CurvatureEstimator, Evidence, Folded
+from vprop.curvature._base import folded_before
 from vprop.kernels.table import new_counter
 from vprop.objective import Objective
 from vprop.parallel.fsdp import drop_gathered
@@ -398,12 +399,3 @@ class Structure(ABC):
         if not self._ranks_checked:
             require_averaged(grads)
             self._ranks_checked = True
-
-
-def folded_before(estimator: CurvatureEstimator, grad: Tensor, samples: int) -> Folded | None:
-    """The samples of this step in which a parameter took no part: they count with the gradient they had, zero."""
-    folded = None
-    for _ in range(samples):
-        nothing = torch.zeros_like(grad)
-        folded = estimator.fold(folded, Evidence(nothing, nothing, nothing))
-    return folded

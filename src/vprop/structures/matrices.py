@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vprop.bundles import bundles, limit_for
 from vprop.curvature import Evidence, Folded, SampleSpread
+from vprop.curvature._base import folded_before
 from vprop.functional import eigenbasis
 from vprop.functional.eigenbasis import Basis
-from vprop.structures.base import folded_before
 from vprop.structures.members import GroupStep, Member, State, gradient_of
 from vprop.structures.rotated import kernels_take, squares_in_kernel
 

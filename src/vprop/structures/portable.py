@@ -11,6 +11,7 @@ from torch import Tensor
 from vprop import noise
 from vprop.bundles import gather, gather_or_number, scatter_
 from vprop.curvature import Evidence, Folded
+from vprop.curvature._base import folded_before
 from vprop.functional import diagonal
 from vprop.objective import Objective
 from vprop.parallel.fsdp import drop_gathered
@@ -18,7 +19,7 @@ from vprop.parallel.ranks import average_over_ranks, mean_so_far
 from vprop.parallel.sharding import sharded_like, to_local
 from vprop.precision import compute_dtype
 from vprop.structures import floors
-from vprop.structures.base import Structure, folded_before
+from vprop.structures.base import Structure
 from vprop.structures.checks import broken
 from vprop.structures.members import GroupStep, Member, State, draw_of, gradient_of, local_state, mean_of, members_of
 from vprop.structures.written import Written, bundles_of, like_parameter

@@ -1,15 +1,22 @@
-"""What the ELBO is computed from: batches with their losses, and what each counts as among the others."""
+"""The ELBO: batches with their losses, what each counts as among the others, and the estimate from samples."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from vprop.checks import check_loss
+from vprop.checks import check_loss, check_num_samples, check_seed
 from vprop.likelihood.terms import LossWatch
-from vprop.objective import LossFunction, Objective, batch_size_of
+from vprop.objective import LossFunction, Objective, batch_size_of, call_model
+from vprop.wrappers import refuse_sharded
+
+if TYPE_CHECKING:
+    from vprop.posterior._base import Posterior
 
 
 class ElboEstimate(NamedTuple):
@@ -58,3 +65,43 @@ def size_of_batch(watch: LossWatch, loss: Tensor, y: Any) -> float:
         )
     terms = watch.terms_of(loss)
     return float(batch_size_of(y) if terms is None else terms)
+
+
+@torch.no_grad()
+def elbo_estimate(
+    posterior: Posterior,
+    objective: Objective | Iterable[Any],
+    num_samples: int,
+    loss_fn: LossFunction | None,
+    seed: int,
+) -> ElboEstimate:
+    """See :meth:`vprop.Posterior.elbo_estimate`."""
+    num_samples, seed = check_num_samples(num_samples), check_seed(seed)
+    if posterior.ess is None:
+        raise ValueError(
+            "The ELBO needs one effective sample size, but the optimizer's groups have different num_data or "
+            "temperature. Use the same in all groups."
+        )
+    # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
+    losses, examples = [0.0] * num_samples, 0.0
+    refuse_sharded(posterior.model, "elbo()")
+    for x, y, batch_loss in batches_of(objective, loss_fn):
+        size, watch = 0.0, LossWatch()
+        for k, model in enumerate(posterior._sampled_models(num_samples, seed)):
+            with watch if k == 0 else nullcontext():
+                loss = batch_loss(call_model(model, x), y)
+            if k == 0:
+                size = size_of_batch(watch, loss, y)
+                examples += size
+            if size == 0:
+                break  # 0/0 with any weights
+            losses[k] += size * float(loss)
+    if examples == 0:
+        raise ValueError(
+            "elbo(objective): the objective has no examples, or none of its targets counts. Pass an Objective or a "
+            "non-empty loader, with labels that are not all ignored."
+        )
+    per_sample = torch.tensor(losses, dtype=torch.float64, device="cpu") * (-posterior.ess / examples)
+    spread = float(per_sample.std()) / math.sqrt(num_samples) if num_samples > 1 else math.nan
+    expected, kl = float(per_sample.mean()), float(posterior.kl())
+    return ElboEstimate(expected - kl, spread, expected, kl)
