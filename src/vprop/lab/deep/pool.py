@@ -1,0 +1,118 @@
+"""The engine's pool for runs that are paid for by the minute: it stops in time, and one that fails stops no other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
+
+from vprop.lab.deep.run import OutOfTime
+from vprop.lab.engine.job import Job
+from vprop.lab.engine.pool import Pool, leave_interrupts_to_the_parent, stop
+from vprop.lab.errors import Interrupted
+
+Results = dict[str, dict[str, Any]]
+
+
+@dataclass
+class TimedPool(Pool):
+    """Runs jobs in the order in which they come.
+
+    No job is begun that would not be finished in time, as far as the finished ones tell; those that are not give up by
+    themselves. What is left over is run by the same command another time.
+    """
+
+    stop_at: float | None = None
+    unfinished: list[str] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Tracebacks by key."""
+    _seconds_per_effort: float = 0.0
+
+    def _run_waiting(self, title: str, waiting: dict[str, Job]) -> Results:
+        self.console.print(f"{title}: {len(waiting)} to run.")
+        done: Results = {}
+        self._seconds_per_effort = 0.0
+        try:
+            for key, outcome in self._in_turn(waiting) if self.workers <= 1 else self._side_by_side(waiting):
+                done |= self._take(key, outcome, waiting[key])
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"Interrupted. {len(done)} of {len(waiting)} runs of «{title}» were finished and are kept; the same "
+                "command goes on from there."
+            ) from None
+        return done
+
+    def _take(self, key: str, outcome: dict[str, Any] | BaseException | None, job: Job) -> Results:
+        if isinstance(outcome, dict):
+            self.store.save(key, outcome)
+            self._pace(job, outcome["seconds"])
+            self.console.print(f"  {key}: {_summary(outcome)}", soft_wrap=True, markup=False, highlight=False)
+            return {key: outcome}
+        if outcome is None or isinstance(outcome, OutOfTime):
+            self.unfinished.append(key)
+            return {}
+        self.failures[key] = "".join(traceback.format_exception(outcome))
+        text = f"  {key} failed: {type(outcome).__name__}: {str(outcome).splitlines()[0] if str(outcome) else ''}"
+        self.console.print(text, style="red", soft_wrap=True, markup=False, highlight=False)
+        return {}
+
+    def _in_turn(self, waiting: dict[str, Job]) -> Iterator[tuple[str, Any]]:
+        for key, job in waiting.items():
+            try:
+                yield key, job.execute() if self._fits(job) else None
+            except Exception as error:
+                yield key, error
+
+    def _side_by_side(self, waiting: dict[str, Job]) -> Iterator[tuple[str, Any]]:
+        executor = ProcessPoolExecutor(
+            max_workers=min(self.workers, len(waiting)),
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=leave_interrupts_to_the_parent,
+        )
+        queue, running = list(waiting), dict[Future[dict[str, Any]], str]()
+        try:
+            while queue or running:
+                while queue and len(running) < self.workers:
+                    key = queue.pop(0)
+                    if self._fits(waiting[key]):
+                        running[executor.submit(waiting[key].execute)] = key
+                    else:
+                        yield key, None
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    key, error = running.pop(future), future.exception()
+                    if isinstance(error, BrokenProcessPool):  # a worker died, and the others cannot go on
+                        yield from ((left, error) for left in (key, *running.values(), *queue))
+                        return
+                    yield key, future.result() if error is None else error
+            executor.shutdown()
+        except BaseException:
+            stop(executor)
+            raise
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _pace(self, job: Job, seconds: float) -> None:
+        """Seconds for a unit of effort, of the slowest one so far."""
+        self._seconds_per_effort = max(self._seconds_per_effort, seconds / job.effort)
+
+    def _fits(self, job: Job) -> bool:
+        expected = self._seconds_per_effort * job.effort
+        return self.stop_at is None or time.time() + expected < self.stop_at
+
+
+def _summary(outcome: dict[str, Any]) -> str:
+    """The line of a finished run."""
+    parts = []
+    for kind, scores in outcome.get("scores", {}).items():
+        if scores["nll"] is None:
+            parts.append(f"{kind} diverged")
+        else:
+            parts.append(f"{kind} {scores['accuracy']:.4f} / {scores['nll']:.4f} / {scores['ece']:.4f}")
+    if "step_ms" in outcome:
+        parts.append(f"{outcome['step_ms']:.2f} ms a step")
+    return ", ".join([*parts, f"{outcome['seconds']:.0f} s"])
