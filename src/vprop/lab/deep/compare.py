@@ -46,9 +46,7 @@ class DeepRequest:
 def tasks_named(name: str, short: bool) -> tuple[Task, ...]:
     """The task of that name; of ``all`` or of a short run, all of them."""
     if short:
-        return (
-            SHORT if name == "all" else tuple(task for task in SHORT if task.name in (name, f"short-{name}")) or SHORT
-        )
+        return tuple(task for task in SHORT if task.name in (name, f"short-{name}")) or SHORT
     if name == "all":
         return TASKS
     if name not in BY_NAME:
@@ -78,9 +76,7 @@ def numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         seeds = (-1,)
     if any(not 0 <= seed < 10 for seed in seeds):
-        raise UsageError(
-            f"Invalid --seeds {text!r}: must be numbers from 0 to 9 with commas between them, as in 0,1,2."
-        )
+        raise UsageError(f"Invalid --seeds {text!r}: must be numbers from 0 to 9 with commas, as in 0,1,2.")
     return seeds
 
 

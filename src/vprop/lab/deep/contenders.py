@@ -64,7 +64,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Group:
-    """Several runs of one contender with different seeds, whose probabilities are averaged: nothing is trained for it."""
+    """Runs of one contender with different seeds, whose probabilities are averaged: nothing is trained for it."""
 
     name: str
     label: str
@@ -107,7 +107,7 @@ def floored(params: Any, facts: dict[str, Any], floor: float, speed: float = 1.0
 
 
 def centred(params: Any, facts: dict[str, Any], floor: float, speed: float = 1.0, decay: float = DECAY) -> Optimizer:
-    """As ``floored``, with the curvature from the difference of an antithetic pair's gradients: unbiased, two of them."""
+    """As ``floored``, with the curvature from the difference of an antithetic pair's gradients: unbiased."""
     return vprop.Vprop(
         params, lr=speed * floor, hess_floor=floor, betas=(0.9, 0.999), init_steps=0, mc_samples=2, antithetic=True,
         centered=True, prior_precision=decay * facts["num_data"], **facts,

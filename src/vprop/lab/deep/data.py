@@ -39,7 +39,7 @@ class Text:
 
 
 def images(task: Task, part: Part, data_dir: Path | None, device: torch.device) -> Images:
-    """For a tuning run the held-out training images stand in the place of the test images; of those, nothing is read."""
+    """For a tuning run the held-out training images stand in the place of the test images, which are not used."""
     (x, y), (test_x, test_y) = _raw_images(task.data, data_dir)
     if part == "tuning":
         first = len(x) - round(task.validation_share * len(x))

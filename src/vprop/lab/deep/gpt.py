@@ -21,9 +21,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Dropout of the attention's weights follows the mode of ``of_weights``, so that MC dropout can switch it."""
         count, length, width = x.shape
-        heads = (part.view(count, length, self.heads, -1).transpose(1, 2) for part in self.inputs(x).chunk(3, dim=-1))
+        parts = self.inputs(x).chunk(3, dim=-1)
+        query, key, value = (part.view(count, length, self.heads, -1).transpose(1, 2) for part in parts)
         dropped = self.of_weights.p if self.of_weights.training else 0.0
-        seen = F.scaled_dot_product_attention(*heads, dropout_p=dropped, is_causal=True)
+        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
         return self.of_output(self.output(seen.transpose(1, 2).reshape(count, length, width)))
 
 
@@ -83,9 +84,8 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
         self.base = base
-        like = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_a = nn.Parameter(torch.randn(rank, base.in_features, **like) / math.sqrt(base.in_features))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, **like))
+        self.lora_a = nn.Parameter(torch.randn(rank, base.in_features) / math.sqrt(base.in_features))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the shape of the base's output."""

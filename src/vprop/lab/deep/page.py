@@ -14,28 +14,30 @@ Results = dict[str, dict[str, Any]]
 
 OPENING = """# Deep networks
 
-Networks that people know, trained by what people use and by this library: accuracy, log-loss (NLL), calibration, outliers,
-cost. `vprop compare deep` makes every number here, in `docs/deep/results/`; `vprop compare deep table --page docs/deep.md`
-draws this page from them. Rows of this library are in bold.
+Networks that people know, trained by what people use and by this library: accuracy, log-loss (NLL), calibration,
+outliers, cost. `vprop compare deep` makes every number here, in `docs/deep/results/`; `vprop compare deep table
+--page docs/deep.md` draws this page from them. Rows of this library are in bold.
 
 ## How it was done
 
 - **Tasks and contenders** are two lists that can be read: `src/vprop/lab/deep/tasks.py` and `contenders.py`.
-- **Equal budgets.** All contenders of a task evaluate the same number of mini-batch gradients, on batches in the same orders. The
-  step size warms up over a twentieth of the steps and falls along a cosine to zero. SWAG's stays at a constant for the last
-  quarter, which its weights are collected in, one at the end of every epoch.
-- **Settings** are chosen by the NLL (of averaged predictions, where a contender averages) on the last part of the training
-  data, which tuning runs do not train on, with a seed that is not reported. Test data are not looked at. Every contender has a
-  grid of one to four settings; what was chosen is in the last column, the grids with their losses are in the results.
-- **Predictions** are made at the mean of the weights, and averaged over draws: of the posterior, of dropout masks, of SWAG's
-  Gaussian (with statistics of BatchNorm for each draw). Probabilities are averaged, not logits.
-- **Ensembles and mixtures** are means of the probabilities of runs with different seeds. An ensemble's members predict with
-  their weights, a mixture's with draws from their posteriors. A group costs as many trainings as it has members.
-- **Scores.** NLL in nats. ECE in 15 bins of equal width. Brier score as a sum over classes. Outliers are told by the entropy of
-  the averaged probabilities, and by the mutual information of label and weights; FPR95 is the share of outliers that pass when
-  95 % of the test data do.
-- **Training on a GPU** is in bfloat16 (autocast), predictions in float16 with float64 sums. A step is one CUDA graph. Several runs
-  go side by side, except those that are timed.
+- **Equal budgets.** All contenders of a task evaluate the same number of mini-batch gradients, on batches in the same
+  orders. The step size warms up over a twentieth of the steps and falls along a cosine to zero. SWAG's stays at a
+  constant for the last quarter, which its weights are collected in, one at the end of every epoch.
+- **Settings** are chosen by the NLL (of averaged predictions, where a contender averages) on the last part of the
+  training data, which tuning runs do not train on, with a seed that is not reported. Test data are not looked at.
+  Every contender has a grid of one to four settings; what was chosen is in the last column, the grids with their
+  losses are in the results.
+- **Predictions** are made at the mean of the weights, and averaged over draws: of the posterior, of dropout masks, of
+  SWAG's Gaussian (with statistics of BatchNorm for each draw). Probabilities are averaged, not logits.
+- **Ensembles and mixtures** are means of the probabilities of runs with different seeds. An ensemble's members
+  predict with their weights, a mixture's with draws from their posteriors. A group costs as many trainings as it has
+  members.
+- **Scores.** NLL in nats. ECE in 15 bins of equal width. Brier score as a sum over classes. Outliers are told by the
+  entropy of the averaged probabilities, and by the mutual information of label and weights; FPR95 is the share of
+  outliers that pass when 95 % of the test data do.
+- **Training on a GPU** is in bfloat16 (autocast), predictions in float16 with float64 sums. A step is one CUDA graph.
+  Several runs go side by side, except those that are timed.
 """
 
 

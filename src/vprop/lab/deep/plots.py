@@ -36,8 +36,8 @@ def _scores(result: Row, path: Path) -> Path:
             continue
         color = BLUE if row["ours"] else ORANGE
         x, y = scores["nll"], scores["accuracy"]
-        error = {"xerr": x["std"] or 0, "yerr": 100 * (y["std"] or 0)}
-        axes.errorbar(x["mean"], 100 * y["mean"], **error, fmt="s" if "members" in row else "o", color=color, capsize=2)
+        marker, spread = "s" if "members" in row else "o", (x["std"] or 0, 100 * (y["std"] or 0))
+        axes.errorbar(x["mean"], 100 * y["mean"], spread[1], spread[0], fmt=marker, color=color, capsize=2)
         axes.annotate(row["label"], (x["mean"], 100 * y["mean"]), (4, 4), textcoords="offset points", fontsize=7)
     axes.set(xlabel="NLL (lower is better)", ylabel="accuracy, %", title=result["title"])
     return save(figure, path)
@@ -51,8 +51,10 @@ def _reliability(result: Row, path: Path) -> Path:
     rows = [row for row in result["contenders"] if _diagram(row)]
     columns = min(4, len(rows))
     lines = -(-len(rows) // columns)
-    options = {"figsize": (2.2 * columns, 2.3 * lines), "sharex": True, "sharey": True, "squeeze": False}
-    figure, panels = plt.subplots(lines, columns, layout="constrained", **options)
+    size = (2.2 * columns, 2.3 * lines)
+    figure, panels = plt.subplots(
+        lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
     for axes in panels.flat:
         axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
     for axes, row in zip(panels.flat, rows, strict=False):

@@ -1,4 +1,4 @@
-"""The protocol, the same for all: settings chosen on held-out training data with a seed of their own, then the seeds."""
+"""The protocol, the same for all: settings chosen on held-out training data with a seed of their own, then seeds."""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def _row(task: Task, contender: Contender, bench: Bench, store: Store) -> Result
         "scores": {kind: _over_seeds([one["scores"][kind] for one in results]) for kind in kinds},
         "outliers": {
             kind: {
-                name: _over_seeds([one["outliers"][kind][name] for one in results]) for name in results[0]["outliers"][kind]
+                name: _over_seeds([one["outliers"][kind][name] for one in results])
+                for name in results[0]["outliers"][kind]
             }
             for kind in kinds
         },

@@ -42,8 +42,8 @@ class OutOfTime(Exception):
 class DeepJob(Job):
     """A job that is kept under its name and what was asked for.
 
-    Unlike in the other comparisons a change of the code does not throw it away: a day of a GPU is too much for a comment.
-    The state of the library is written down instead, and results that mix several say so.
+    Unlike in the other comparisons a change of the code does not throw it away: hours of a GPU are too much for a
+    comment. The state of the library is written down instead, and results that mix several say so.
     """
 
     task: Task

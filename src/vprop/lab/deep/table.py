@@ -14,11 +14,11 @@ def caption(result: Row) -> str:
     """How the figures were made, in a few sentences."""
     settings, where = result["settings"], result["environment"]
     seeds = sorted({seed for row in result["contenders"] for seed in row["seeds"]})
-    budget = (
-        f"{settings['epochs']} epochs of batches of {settings.get('batch', 128)}"
-        if "epochs" in settings
-        else f"{settings['steps']:,} steps of {settings.get('batch', 128)} pieces of {settings.get('length', 256)} characters"
-    )
+    batch = settings.get("batch", 128)
+    if "epochs" in settings:
+        budget = f"{settings['epochs']} epochs of batches of {batch}"
+    else:
+        budget = f"{settings['steps']:,} steps of {batch} pieces of {settings.get('length', 256)} characters"
     text = f"{budget}, {settings.get('samples', 64)} draws of the weights in a prediction, seeds {_listed(seeds)}. "
     text += f"Mean ± standard deviation over seeds. vprop {where['vprop']}, torch {where['torch']}"
     text += f", {where['cuda']}." if where["cuda"] else ", on a CPU."

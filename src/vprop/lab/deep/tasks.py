@@ -36,7 +36,7 @@ class Task:
     tuned_on: str | None = None
     """Another task whose chosen settings are taken."""
     validation_share: float = 0.1
-    """Of the training data, the last part: what settings are judged on. No tuning run trains on it or sees test data."""
+    """Of the training data, the last part: what settings are judged on. Tuning runs train on the rest alone."""
     samples: int = 64
     """Weight samples of a prediction; a tuning run takes a quarter of them."""
     outliers: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,7 @@ from vprop.lab.deep import data
 from vprop.lab.deep.gpt import GPT, adapt, next_character_loss
 from vprop.lab.deep.networks import resnet20
 from vprop.lab.deep.tasks import STEPS_OF_A_CHUNK, Part, Task
-from vprop.lab.deep.training import epochs, flips_and_crops
+from vprop.lab.deep.training import Loss, epochs, flips_and_crops
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Workload(Protocol):
 
     num_data: int
     batch: int
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     rows: int
     """Inputs of a forward when nothing is trained."""
     test: Tensor
@@ -63,6 +63,8 @@ class Workload(Protocol):
 
 class ImageWork:
     """A ResNet on images."""
+
+    loss: Loss
 
     def __init__(self, task: Task, part: Part, data_dir: Path | None, how: How) -> None:
         self.task, self.batch, self.loss = task, task.batch, F.cross_entropy
@@ -92,6 +94,7 @@ class ImageWork:
 class TextWork:
     """A transformer on characters; with adapters, one that was trained on another text before."""
 
+    loss: Loss
     outliers: dict[str, Tensor]
 
     def __init__(self, task: Task, part: Part, data_dir: Path | None, how: How, source: str | None = None) -> None:
