@@ -14,7 +14,10 @@ from vprop.lab.errors import UsageError
 def deep(
     what: Annotated[
         str,
-        typer.Argument(help="A task (cifar10, cifar10-40, fashion, gpt, lora, …), all; or table: draw results again."),
+        typer.Argument(
+            help="A task (cifar10, cifar10-40, fashion, gpt, lora, …), or all. collect: write results from kept runs; "
+            "table: draw tables and plots from results."
+        ),
     ] = "all",
     only: Annotated[str, typer.Option(help="Contenders, with commas between them; all by default.")] = "",
     seeds: Annotated[str, typer.Option(help="With commas between them.")] = "0,1,2",
@@ -45,12 +48,14 @@ def deep(
         if jobs < 1:
             raise UsageError(f"Invalid --jobs {jobs}: must be at least 1.")
         how = How(out, device, compare.check_fast(fast or []), compare.deadline(minutes))
-        names = "all" if what == "table" else what
+        names = "all" if what in ("table", "collect") else what
         chosen = compare.tasks_named(names, short), compare.contenders_named(only), compare.numbers(seeds)
         stages = ("tuning",) if tuning else ("cost",) if cost else ("seeds",) if usual else ("tuning", "seeds")
         request = compare.DeepRequest(*chosen, stages, how, data_dir, jobs, results, page)
         console = Console()
         if what == "table":
             compare.draw(request, console)
+        elif what == "collect":
+            compare.collect_all(request, console)
         else:
             compare.run(request, console)

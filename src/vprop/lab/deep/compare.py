@@ -12,6 +12,7 @@ from vprop.files import write_text
 from vprop.lab.deep import page as pages
 from vprop.lab.deep.contenders import BY_NAME as CONTENDERS_BY_NAME
 from vprop.lab.deep.contenders import CONTENDERS, Contender
+from vprop.lab.deep.data import prepare
 from vprop.lab.deep.pool import TimedPool
 from vprop.lab.deep.protocol import Bench, run_cost, run_task
 from vprop.lab.deep.results import collect
@@ -51,7 +52,7 @@ def tasks_named(name: str, short: bool) -> tuple[Task, ...]:
         return TASKS
     if name not in BY_NAME:
         names = ", ".join(task.name for task in TASKS)
-        raise UsageError(f"Unknown task {name!r}. Must be one of: {names}; all; or table, to draw tables only.")
+        raise UsageError(f"Unknown task {name!r}. Must be one of: {names}; all; collect; or table.")
     return (BY_NAME[name],)
 
 
@@ -92,6 +93,8 @@ def run(request: DeepRequest, console: Console) -> bool:
     """Run what was asked for, as far as there is time, and write results; whether all of it was finished."""
     require_writable(request.how.out / "runs", request.how.out)
     contenders = _installed(request, console)
+    for task in request.tasks:
+        prepare(task, request.data_dir, request.how.data)
     bench, store = Bench(request.how, request.data_dir), Store(request.how.out / "runs")
     pool = TimedPool(store, console, request.jobs, request.how.stop_at)
     alone = TimedPool(store, console, 1, request.how.stop_at)
@@ -101,6 +104,7 @@ def run(request: DeepRequest, console: Console) -> bool:
             if "cost" in request.stages:
                 run_cost(task, contenders, bench, alone)
     finally:
+        pool.close()
         write_results(request, bench, console)
     failures, unfinished = pool.failures | alone.failures, pool.unfinished + alone.unfinished
     if unfinished:
@@ -131,6 +135,13 @@ def write_results(request: DeepRequest, bench: Bench, console: Console) -> None:
             path = request.results_folder / f"{task.name}.json"
             write_json(path, {"command": f"vprop compare deep {task.name}"} | result, indent=1)
             console.print(f"Results: {path}", soft_wrap=True)
+
+
+def collect_all(request: DeepRequest, console: Console) -> None:
+    """The figures of all kept runs: nothing is trained."""
+    if not (request.how.out / "runs").is_dir():
+        raise UsageError(f"There are no runs in {request.how.out}: say where they are with --out.")
+    write_results(request, Bench(request.how, request.data_dir), console)
 
 
 def draw(request: DeepRequest, console: Console) -> Path:

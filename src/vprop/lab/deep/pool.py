@@ -32,6 +32,7 @@ class TimedPool(Pool):
     failures: dict[str, str] = field(default_factory=dict)
     """Tracebacks by key."""
     _seconds_per_effort: float = 0.0
+    _executor: ProcessPoolExecutor | None = None
 
     def _run_waiting(self, title: str, waiting: dict[str, Job]) -> Results:
         self.console.print(f"{title}: {len(waiting)} to run.")
@@ -69,11 +70,13 @@ class TimedPool(Pool):
                 yield key, error
 
     def _side_by_side(self, waiting: dict[str, Job]) -> Iterator[tuple[str, Any]]:
-        executor = ProcessPoolExecutor(
-            max_workers=min(self.workers, len(waiting)),
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=leave_interrupts_to_the_parent,
-        )
+        if self._executor is None:  # kept from one list of jobs to the next: a process takes seconds to start
+            self._executor = ProcessPoolExecutor(
+                max_workers=self.workers,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=leave_interrupts_to_the_parent,
+            )
+        executor = self._executor
         queue, running = list(waiting), dict[Future[dict[str, Any]], str]()
         try:
             while queue or running:
@@ -86,13 +89,20 @@ class TimedPool(Pool):
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key, error = running.pop(future), future.exception()
                     if isinstance(error, BrokenProcessPool):  # a worker died, and the others cannot go on
+                        self._executor = None
                         yield from ((left, error) for left in (key, *running.values(), *queue))
                         return
                     yield key, future.result() if error is None else error
-            executor.shutdown()
         except BaseException:
+            self._executor = None
             stop(executor)
             raise
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
 
     # -- time --------------------------------------------------------------------------------------------------------
 

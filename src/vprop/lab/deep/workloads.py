@@ -30,6 +30,11 @@ class How:
     """The time, in seconds since 1970, at which a run that is not finished gives up."""
 
     @property
+    def data(self) -> Path:
+        """Where copies of the data are kept."""
+        return self.out / "data"
+
+    @property
     def autocast(self) -> torch.dtype | None:
         """Of predictions: 16 bits with more digits than training has, on a GPU."""
         return torch.float16 if self.device.startswith("cuda") else None
@@ -69,7 +74,7 @@ class ImageWork:
     def __init__(self, task: Task, part: Part, data_dir: Path | None, how: How) -> None:
         self.task, self.batch, self.loss = task, task.batch, F.cross_entropy
         self.device = torch.device(how.device)
-        self.images = data.images(task, part, data_dir, self.device)
+        self.images = data.images(task, part, data_dir, self.device, how.data)
         self.channels_last = "channels-last" in how.fast
         self.num_data, self.rows = len(self.images.train_x), 2000 if self.device.type == "cuda" else 250
         self.test, self.labels, self.outliers = self.images.test_x, self.images.test_y, self.images.outliers
