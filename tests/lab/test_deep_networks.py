@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from vprop.lab.deep.gpt import GPT, adapt, next_character_loss
+from vprop.lab.deep.laplace import linearized
 from vprop.lab.deep.networks import FilterResponseNorm, ThresholdedLinear, resnet20
 from vprop.lab.deep.swag import SWAG, set_batch_norm
 from vprop.lab.deep.training import cosine_then_constant
@@ -154,3 +156,33 @@ def test_a_schedule_that_stays():
     assert int(rates.argmax()) == 9
     assert torch.all(rates[149:] == 0.02)
     assert torch.all(rates[10:150].diff() < 0)
+
+
+@torch.no_grad()
+def test_a_linearized_network_is_the_first_order_expansion():
+    torch.manual_seed(0)
+    model = resnet20(3, width=4, blocks=1).double().eval()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    deviation = torch.randn(sum(w.numel() for w in weights.values()), dtype=torch.float64)
+    x, step = images().double(), 1e-6
+
+    def moved(by):
+        pieces = (by * deviation).split([w.numel() for w in weights.values()])
+        at = {name: w + piece.view_as(w) for (name, w), piece in zip(weights.items(), pieces, strict=True)}
+        return functional_call(model, at, (x,))
+
+    slope = (moved(step) - moved(-step)) / (2 * step)
+    torch.testing.assert_close(linearized(model, deviation)(x), model(x) + slope, rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def test_in_its_last_layer_a_network_is_linear():
+    torch.manual_seed(0)
+    model = resnet20(3, width=4, blocks=1).eval()
+    names = [name for name, _ in model.named_parameters()][-2:]
+    last = model[-1]
+    deviation = torch.randn(last.weight.numel() + last.bias.numel())
+    found = linearized(model, deviation, names)(images())
+    last.weight += deviation[: last.weight.numel()].view_as(last.weight)
+    last.bias += deviation[last.weight.numel() :]
+    torch.testing.assert_close(found, model(images()), rtol=1e-4, atol=1e-5)

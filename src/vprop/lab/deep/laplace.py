@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.utils import vector_to_parameters
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from vprop.lab.deep import predictions
@@ -38,23 +37,41 @@ class LaplaceRun(DeepRun):
         model.load_state_dict(torch.load(self.how.out / "weights" / f"{self.around.key}.pt", weights_only=True))
         model.eval()
         last = not dict(self.setting)["diagonal"]
-        fitted = importlib.import_module("laplace").Laplace(
-            model, "classification", "last_layer" if last else "all", "full" if last else "diag"
-        )
+        package = importlib.import_module("laplace")
+        # asdl's curvature takes a pass over the data, where the package's own takes one for every weight of a diagonal
+        options = {} if last else {"backend": package.curvature.AsdlGGN}
+        shape = ("last_layer", "full") if last else ("all", "diag")
+        fitted = package.Laplace(model, "classification", *shape, **options)
         fitted.fit(DataLoader(TensorDataset(work.images.train_x, work.images.train_y), batch_size=500))
         fitted.optimize_prior_precision(method="marglik")
         sets, labels = {"test": work.test, **work.outliers}, {"test": work.labels}
-        options = (sets, labels, work.rows, self.how.autocast)
-        at_mean = predictions.averaged([model], *options)
-        trained = list(model.parameters())[-2:] if last else list(model.parameters())
-        over_draws = predictions.averaged(_drawn(fitted, model, trained, self.task.samples), *options)
+        at_mean = predictions.averaged([model], sets, labels, work.rows, self.how.autocast)
+        names = [name for name, _ in model.named_parameters()][-2:] if last else None
+        deviations = (sample - fitted.mean for sample in fitted.sample(self.task.samples))
+        drawn = (linearized(model, deviation, names) for deviation in deviations)
+        over_draws = predictions.averaged(drawn, sets, labels, work.rows)
         predictions.save_images(predictions_path(self), at_mean, over_draws, work.labels)
         return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, over_draws, work.labels)
 
 
-def _drawn(fitted: Any, model: nn.Module, trained: list[nn.Parameter], count: int) -> Iterator[Forward]:
-    """The model with weights drawn, of the last layer (its weight and bias come last) or of all."""
-    for sample in fitted.sample(count):
-        vector_to_parameters(sample.detach().to(trained[0]), trained)
-        yield model
-    vector_to_parameters(fitted.mean.detach().to(trained[0]), trained)
+def linearized(model: nn.Module, deviation: Tensor, names: list[str] | None = None) -> Forward:
+    """f(x; θ) + J(x)·(θₛ−θ), the network's first-order expansion at its weights, where Laplace's Gaussian holds.
+
+    ``deviation`` is θₛ−θ as one vector, over the parameters called ``names`` or over all. A product with the Jacobian
+    is a forward with derivatives: no Jacobian is made. For the last layer it is the network itself at θₛ.
+    """
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    chosen = {name: parameters[name] for name in names or parameters}
+    pieces = deviation.detach().split([weight.numel() for weight in chosen.values()])
+    directions = {
+        name: piece.view_as(weight).to(weight) for (name, weight), piece in zip(chosen.items(), pieces, strict=True)
+    }
+
+    def forward(x: Tensor) -> Tensor:
+        def of_weights(weights: dict[str, Tensor]) -> Tensor:
+            return functional_call(model, parameters | weights, (x,))
+
+        output, change = torch.func.jvp(of_weights, (chosen,), (directions,))
+        return output + change
+
+    return forward
