@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from vprop.lab.cli import app
 from vprop.lab.deep import contenders, page, results
 from vprop.lab.deep.compare import numbers, tasks_named
-from vprop.lab.deep.contenders import CONTENDERS, GROUPS, Contender, taking_part
+from vprop.lab.deep.contenders import CONTENDERS, GROUPS, DeepContender, taking_part
 from vprop.lab.deep.pool import TimedPool
 from vprop.lab.deep.protocol import Bench
 from vprop.lab.deep.run import DeepRun, OutOfTime
@@ -396,5 +396,5 @@ def test_groups_have_no_member_twice(finished, monkeypatch):
 
 
 def test_a_contender_says_whether_it_can_run():
-    assert Contender("x", "X", "point", None).installed()
-    assert not Contender("x", "X", "point", None, needs="no_such_package").installed()
+    assert DeepContender("x", "X", "point", None).installed()
+    assert not DeepContender("x", "X", "point", None, needs="no_such_package").installed()

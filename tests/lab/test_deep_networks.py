@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from vprop.lab.deep.gpt import GPT, adapt, next_character_loss
+from vprop.lab.deep.gpt import CharacterGPT, adapt, next_character_loss
 from vprop.lab.deep.laplace import linearized
 from vprop.lab.deep.networks import FilterResponseNorm, ThresholdedLinear, resnet20
 from vprop.lab.deep.swag import SWAG, set_batch_norm
@@ -55,12 +55,12 @@ def test_the_order_in_memory_changes_nothing(norm):
 
 def gpt(**options):
     torch.manual_seed(0)
-    return GPT(11, 12, layers=2, width=16, heads=2, **options)
+    return CharacterGPT(11, 12, layers=2, width=16, heads=2, **options)
 
 
 def test_the_gpt_is_of_the_usual_size():
     with torch.device("meta"):
-        weights = sum(p.numel() for p in GPT(65, 256).parameters())
+        weights = sum(p.numel() for p in CharacterGPT(65, 256).parameters())
     assert weights == 6 * 12 * 384**2 + (65 + 65 + 256) * 384 + 13 * 384
 
 

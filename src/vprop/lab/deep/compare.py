@@ -11,12 +11,12 @@ from rich.console import Console
 from vprop.files import write_text
 from vprop.lab.deep import page as pages
 from vprop.lab.deep.contenders import BY_NAME as CONTENDERS_BY_NAME
-from vprop.lab.deep.contenders import CONTENDERS, Contender
+from vprop.lab.deep.contenders import CONTENDERS, DeepContender
 from vprop.lab.deep.data import prepare
 from vprop.lab.deep.pool import TimedPool
 from vprop.lab.deep.protocol import Bench, run_cost, run_task
 from vprop.lab.deep.results import collect
-from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS, Task
+from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS, DeepTask
 from vprop.lab.deep.workloads import FAST, How
 from vprop.lab.engine.store import Store, require_writable, write_json
 from vprop.lab.errors import LabError, UsageError
@@ -28,8 +28,8 @@ STAGES = ("tuning", "seeds", "cost")
 class DeepRequest:
     """What the user asked for."""
 
-    tasks: tuple[Task, ...]
-    contenders: tuple[Contender, ...]
+    tasks: tuple[DeepTask, ...]
+    contenders: tuple[DeepContender, ...]
     seeds: tuple[int, ...]
     stages: tuple[str, ...]
     how: How
@@ -44,7 +44,7 @@ class DeepRequest:
         return self.results or self.how.out / "results"
 
 
-def tasks_named(name: str, short: bool) -> tuple[Task, ...]:
+def tasks_named(name: str, short: bool) -> tuple[DeepTask, ...]:
     """The task of that name; of ``all`` or of a short run, all of them."""
     if short:
         return tuple(task for task in SHORT if task.name in (name, f"short-{name}")) or SHORT
@@ -56,7 +56,7 @@ def tasks_named(name: str, short: bool) -> tuple[Task, ...]:
     return (BY_NAME[name],)
 
 
-def contenders_named(names: str) -> tuple[Contender, ...]:
+def contenders_named(names: str) -> tuple[DeepContender, ...]:
     """Those that are listed with commas; all if none is."""
     if not names:
         return CONTENDERS
@@ -116,7 +116,7 @@ def run(request: DeepRequest, console: Console) -> bool:
     return not unfinished
 
 
-def _installed(request: DeepRequest, console: Console) -> tuple[Contender, ...]:
+def _installed(request: DeepRequest, console: Console) -> tuple[DeepContender, ...]:
     there = []
     for one in request.contenders:
         if one.installed():

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 import vprop
-from vprop.lab.deep.tasks import Family, Task
+from vprop.lab.deep.tasks import DeepTask, Family
 
 Kind = Literal["point", "dropout", "posterior", "swag", "peer", "laplace"]
 """How a prediction is averaged: not at all, over dropout masks, over draws of a posterior of ours, of SWAG's Gaussian,
@@ -28,7 +28,7 @@ DECAY = 5e-4
 
 
 @dataclass(frozen=True)
-class Contender:
+class DeepContender:
     """A row of the table."""
 
     name: str
@@ -47,7 +47,7 @@ class Contender:
     captured: bool = True
     """Whether its step may be recorded as a CUDA graph."""
 
-    def grid(self, task: Task) -> tuple[Setting, ...]:
+    def grid(self, task: DeepTask) -> tuple[Setting, ...]:
         """The settings to choose from."""
         return self.grids.get(task.family, ())
 
@@ -153,22 +153,22 @@ _DROPOUT_GRIDS: Grids = {
 }  # fmt: skip
 
 CONTENDERS = (
-    Contender("sgd", "SGD", "point", sgd, {
+    DeepContender("sgd", "SGD", "point", sgd, {
         "resnet": ({"lr": 0.1}, {"lr": 0.05}, {"lr": 0.2}, {"lr": 0.1, "weight_decay": 1e-3}),
     }),
-    Contender("adamw", "AdamW", "point", adamw, _ADAM_GRIDS),
-    Contender("adamw-dropout", "AdamW with dropout", "dropout", adamw, _DROPOUT_GRIDS),
-    Contender("swag", "SWAG", "swag", sgd, {
+    DeepContender("adamw", "AdamW", "point", adamw, _ADAM_GRIDS),
+    DeepContender("adamw-dropout", "AdamW with dropout", "dropout", adamw, _DROPOUT_GRIDS),
+    DeepContender("swag", "SWAG", "swag", sgd, {
         "resnet": ({"lr": 0.1, "swa_lr": 0.01}, {"lr": 0.1, "swa_lr": 0.02}, {"lr": 0.1, "swa_lr": 0.05}),
     }),
-    Contender("laplace-last", "Laplace of the last layer", "laplace", None, {"resnet": ({"diagonal": 0},)},
+    DeepContender("laplace-last", "Laplace of the last layer", "laplace", None, {"resnet": ({"diagonal": 0},)},
               needs="laplace", of="sgd"),
-    Contender("laplace-diagonal", "Laplace, diagonal", "laplace", None, {"resnet": ({"diagonal": 1},)},
+    DeepContender("laplace-diagonal", "Laplace, diagonal", "laplace", None, {"resnet": ({"diagonal": 1},)},
               needs="laplace", of="sgd"),
-    Contender("ivon-opt", "IVON, its authors' package", "peer", ivon_opt, {
+    DeepContender("ivon-opt", "IVON, its authors' package", "peer", ivon_opt, {
         "resnet": ({"lr": 1.0, "hess_init": 0.5}, {"lr": 1.0, "hess_init": 0.3}, {"lr": 2.0, "hess_init": 0.5}),
     }, needs="ivon", captured=False),
-    Contender("vario", "Vario", "posterior", vario, {
+    DeepContender("vario", "Vario", "posterior", vario, {
         "resnet": (
             {"lr": 3e-3}, {"lr": 1e-2}, {"lr": 3e-3, "decay": DECAY}, {"lr": 1e-2, "noise_limit": 0.3},
         ),
@@ -178,17 +178,17 @@ CONTENDERS = (
         ),
         "lora": ({"lr": 1e-3}, {"lr": 3e-3}, {"lr": 1e-2}),
     }, ours=True),
-    Contender("vprop-floor", "Vprop with a floor", "posterior", floored, {
+    DeepContender("vprop-floor", "Vprop with a floor", "posterior", floored, {
         "resnet": ({"floor": 0.3}, {"floor": 0.2}, {"floor": 0.5}, {"floor": 0.3, "speed": 2.0}),
     }, ours=True),
-    Contender("ivon", "IVON", "posterior", ivon, {
+    DeepContender("ivon", "IVON", "posterior", ivon, {
         "resnet": (
             {"lr": 1.0, "hess_init": 0.5}, {"lr": 1.0, "hess_init": 0.3}, {"lr": 2.0, "hess_init": 0.5},
             {"lr": 2.0, "hess_init": 0.3},
         ),
         "gpt": ({"lr": 300.0, "hess_init": 1e-3, "clip_radius": 1e-3, "temperature": 0.1, "decay": 1e-6},),
     }, ours=True),
-    Contender("vadam", "Vadam", "posterior", vadam, {
+    DeepContender("vadam", "Vadam", "posterior", vadam, {
         "resnet": tuple(
             {"lr": lr, "temperature": 1 / 128, "prior_precision": prior}
             for lr, prior in ((3e-3, 640.0), (3e-3, 6400.0), (1e-2, 6400.0))
@@ -198,7 +198,7 @@ CONTENDERS = (
             for lr, prior in ((1e-3, 2e4), (2e-3, 2e4), (1e-3, 1e4))
         ),
     }, ours=True),
-    Contender("vprop-centred", "Vprop with a floor, centred", "posterior", centred, {
+    DeepContender("vprop-centred", "Vprop with a floor, centred", "posterior", centred, {
         "resnet": ({"floor": 0.3}, {"floor": 0.5}, {"floor": 0.3, "speed": 2.0}),
     }, gradients=2, ours=True),
 )  # fmt: skip
@@ -217,6 +217,6 @@ GROUPS = (
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
 
-def taking_part(task: Task) -> tuple[Contender, ...]:
+def taking_part(task: DeepTask) -> tuple[DeepContender, ...]:
     """Those that have settings for the task."""
     return tuple(contender for contender in CONTENDERS if contender.grid(task))

@@ -21,7 +21,7 @@ STEPS, DRAWS = 200, 8
 
 
 @dataclass(frozen=True)
-class Cost(DeepJob):
+class DeepCost(DeepJob):
     """Of one contender on one task."""
 
     def compute(self) -> dict[str, Any]:

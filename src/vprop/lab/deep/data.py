@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vprop.lab.data import files, load
 from vprop.lab.data.load import scikit_learn
-from vprop.lab.deep.tasks import Part, Task
+from vprop.lab.deep.tasks import DeepTask, Part
 
 Labelled = tuple[Tensor, Tensor]
 
@@ -39,7 +39,7 @@ class Text:
     characters: int
 
 
-def prepare(task: Task, data_dir: Path | None, kept: Path) -> None:
+def prepare(task: DeepTask, data_dir: Path | None, kept: Path) -> None:
     """See that the data are there, and keep a copy that every run reads in no time: to decode CIFAR takes seconds."""
     if not task.of_images:
         for name in {task.data, task.pretraining or task.data}:
@@ -52,7 +52,7 @@ def prepare(task: Task, data_dir: Path | None, kept: Path) -> None:
         _keep(kept / f"{name}.npz", {"x": _raw_outliers(name, test_x, data_dir, kept)})
 
 
-def images(task: Task, part: Part, data_dir: Path | None, device: torch.device, kept: Path) -> Images:
+def images(task: DeepTask, part: Part, data_dir: Path | None, device: torch.device, kept: Path) -> Images:
     """For a tuning run the held-out training images stand in the place of the test images, which are not used."""
     (x, y), (test_x, test_y) = _raw_images(task.data, data_dir, kept)
     if part == "tuning":
@@ -87,7 +87,7 @@ def with_wrong_labels(y: Tensor, share: float, classes: int) -> Tensor:
     return changed
 
 
-def text(task: Task, part: Part, data_dir: Path | None, device: torch.device, source: str | None = None) -> Text:
+def text(task: DeepTask, part: Part, data_dir: Path | None, device: torch.device, source: str | None = None) -> Text:
     """The first nine tenths are for training; the last tenth is the test part, of a tuning run the last of those.
 
     ``source`` is another text than the task's: what a network is trained on before it is adapted. It shares its

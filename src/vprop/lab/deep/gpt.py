@@ -44,7 +44,7 @@ class Block(nn.Module):
         return x + self.dropout(self.narrow(F.gelu(self.wide(self.before_layers(x)))))
 
 
-class GPT(nn.Module):
+class CharacterGPT(nn.Module):
     """GPT-2's shape over characters. 6 layers of 384 with 6 heads and 65 characters have 10.8 million weights."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Adapted(nn.Module):
         return self.base(x) + 2.0 * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
-def adapt(model: GPT, rank: int) -> GPT:
+def adapt(model: CharacterGPT, rank: int) -> CharacterGPT:
     """Freeze the model and give an adapter to every linear layer of its blocks; the same model comes back."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)

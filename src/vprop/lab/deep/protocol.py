@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vprop.lab.deep.contenders import BY_NAME, Contender, Setting, taking_part
-from vprop.lab.deep.cost import Cost
+from vprop.lab.deep.contenders import BY_NAME, DeepContender, Setting, taking_part
+from vprop.lab.deep.cost import DeepCost
 from vprop.lab.deep.laplace import LaplaceRun
 from vprop.lab.deep.run import DeepRun, Pretraining
 from vprop.lab.deep.tasks import BY_NAME as TASKS
-from vprop.lab.deep.tasks import TUNING_SEED, Part, Task
+from vprop.lab.deep.tasks import TUNING_SEED, DeepTask, Part
 from vprop.lab.deep.workloads import How, pretrained_path
 from vprop.lab.engine.pool import Pool
 from vprop.lab.engine.store import Store
 
 
 @dataclass(frozen=True)
-class Choice:
+class Chosen:
     """The settings of a grid with their log-losses, as far as they were tried, and the one that is taken."""
 
     setting: Setting
@@ -36,7 +36,7 @@ class Bench:
     how: How
     data_dir: Path | None = None
 
-    def run(self, task: Task, contender: Contender, setting: Setting, seed: int, part: Part) -> DeepRun:
+    def run(self, task: DeepTask, contender: DeepContender, setting: Setting, seed: int, part: Part) -> DeepRun:
         """A training, or what is made from one."""
         if contender.kind == "laplace":
             of = BY_NAME[contender.of]
@@ -45,7 +45,7 @@ class Bench:
             return LaplaceRun(*fields, how=self.how, data_dir=self.data_dir)
         return DeepRun(task, contender.name, _items(setting), seed, part, how=self.how, data_dir=self.data_dir)
 
-    def tuning(self, task: Task, contender: Contender) -> list[DeepRun]:
+    def tuning(self, task: DeepTask, contender: DeepContender) -> list[DeepRun]:
         """One run for every setting of the grid; none where there is nothing to choose or nothing is trained."""
         grid = contender.grid(task)
         if len(grid) < 2 or contender.kind == "laplace":
@@ -53,21 +53,21 @@ class Bench:
         task = TASKS[task.tuned_on] if task.tuned_on else task
         return [self.run(task, contender, setting, TUNING_SEED, "tuning") for setting in grid]
 
-    def choice(self, task: Task, contender: Contender) -> Choice:
+    def choice(self, task: DeepTask, contender: DeepContender) -> Chosen:
         """By the log-loss, of averaged predictions where there are any; the usual setting if nothing was tried."""
         grid, store = contender.grid(task), Store(self.how.out / "runs")
         tried = [store.load(run.key) for run in self.tuning(task, contender)]
         losses = tuple(None if one is None else tuning_loss(one) for one in tried) or (None,) * len(grid)
         usable = [(loss, i) for i, loss in enumerate(losses) if loss is not None]
         setting = grid[min(usable)[1]] if usable else grid[0]
-        return Choice(setting, losses, all(one is not None for one in tried))
+        return Chosen(setting, losses, all(one is not None for one in tried))
 
-    def cost(self, task: Task, contender: Contender) -> Cost:
+    def cost(self, task: DeepTask, contender: DeepContender) -> DeepCost:
         """Timed at the usual setting: the time of a step does not depend on the numbers in it."""
         setting = _items(contender.grid(task)[0])
-        return Cost(task, contender.name, setting, how=self.how, data_dir=self.data_dir)
+        return DeepCost(task, contender.name, setting, how=self.how, data_dir=self.data_dir)
 
-    def pretraining(self, task: Task) -> Pretraining:
+    def pretraining(self, task: DeepTask) -> Pretraining:
         """By AdamW with the settings that are usual for such networks."""
         setting = (("lr", 1e-3), ("weight_decay", 0.1), ("beta2", 0.99))
         return Pretraining(task, "adamw", setting, how=self.how, data_dir=self.data_dir)
@@ -80,7 +80,12 @@ def tuning_loss(result: dict[str, Any]) -> float | None:
 
 
 def run_task(
-    task: Task, contenders: Iterable[Contender], seeds: Iterable[int], stages: Iterable[str], bench: Bench, pool: Pool
+    task: DeepTask,
+    contenders: Iterable[DeepContender],
+    seeds: Iterable[int],
+    stages: Iterable[str],
+    bench: Bench,
+    pool: Pool,
 ) -> None:
     """What is asked for of one task; what was run before is not run again."""
     chosen = [one for one in taking_part(task) if one in tuple(contenders)]
@@ -101,7 +106,7 @@ def run_task(
                 pool.run_all(f"{task.name}: seeds", jobs)
 
 
-def run_cost(task: Task, contenders: Iterable[Contender], bench: Bench, pool: Pool) -> None:
+def run_cost(task: DeepTask, contenders: Iterable[DeepContender], bench: Bench, pool: Pool) -> None:
     """One after the other, with nothing beside them; ``pool`` has one worker."""
     timed = [one for one in taking_part(task) if one in tuple(contenders) and one.kind not in ("swag", "laplace")]
     pool.run_all(f"{task.name}: cost", [bench.cost(task, one) for one in timed])

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vprop.lab.deep import groups
-from vprop.lab.deep.contenders import BY_NAME, GROUPS, Contender, Group, Setting, taking_part
+from vprop.lab.deep.contenders import BY_NAME, GROUPS, DeepContender, Group, Setting, taking_part
 from vprop.lab.deep.protocol import Bench
 from vprop.lab.deep.run import DeepRun, predictions_path
-from vprop.lab.deep.tasks import TUNING_SEED, Task
+from vprop.lab.deep.tasks import TUNING_SEED, DeepTask
 from vprop.lab.engine.store import Store
 
 Result = dict[str, Any]
@@ -18,7 +18,7 @@ MOST_SEEDS = 10
 """Seeds that are looked for."""
 
 
-def collect(task: Task, bench: Bench) -> Result | None:
+def collect(task: DeepTask, bench: Bench) -> Result | None:
     """All figures of the task; ``None`` if there is no run with a reported seed."""
     store = Store(bench.how.out / "runs")
     rows = [row for one in taking_part(task) if (row := _row(task, one, bench, store)) is not None]
@@ -37,7 +37,7 @@ def collect(task: Task, bench: Bench) -> Result | None:
     }
 
 
-def _row(task: Task, contender: Contender, bench: Bench, store: Store) -> Result | None:
+def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -> Result | None:
     choice = bench.choice(task, contender)
     setting, runs = shown_setting(task, contender, bench, store)
     if not runs:
@@ -76,7 +76,7 @@ def _row(task: Task, contender: Contender, bench: Bench, store: Store) -> Result
 
 
 def shown_setting(
-    task: Task, contender: Contender, bench: Bench, store: Store
+    task: DeepTask, contender: DeepContender, bench: Bench, store: Store
 ) -> tuple[Setting, list[tuple[DeepRun, Result]]]:
     """The chosen setting and its runs; another one of the grid, with the most runs, if the chosen one has none."""
     chosen = bench.choice(task, contender).setting
@@ -88,13 +88,13 @@ def shown_setting(
 
 
 def _runs(
-    task: Task, contender: Contender, setting: Setting, bench: Bench, store: Store
+    task: DeepTask, contender: DeepContender, setting: Setting, bench: Bench, store: Store
 ) -> list[tuple[DeepRun, Result]]:
     jobs = (bench.run(task, contender, setting, seed, "final") for seed in range(MOST_SEEDS))
     return [(job, result) for job in jobs if (result := store.load(job.key)) is not None]
 
 
-def _group_row(task: Task, group: Group, bench: Bench, store: Store) -> Result | None:
+def _group_row(task: DeepTask, group: Group, bench: Bench, store: Store) -> Result | None:
     """As many groups as the seeds make, none with a member of another."""
     contender = BY_NAME[group.of]
     if not contender.grid(task):

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 import vprop
 from vprop.lab.deep import draws, predictions
-from vprop.lab.deep.contenders import BY_NAME, Contender
+from vprop.lab.deep.contenders import BY_NAME, DeepContender
 from vprop.lab.deep.predictions import Averaged, Forward
 from vprop.lab.deep.scores import diagram, score_labels, score_outliers
 from vprop.lab.deep.swag import SWAG, set_batch_norm
-from vprop.lab.deep.tasks import Part, Task
+from vprop.lab.deep.tasks import DeepTask, Part
 from vprop.lab.deep.training import Trainer, cosine_then_constant, one_cycle
 from vprop.lab.deep.workloads import How, TextWork, Workload, pretrained_path, workload
 from vprop.lab.engine import sources
@@ -46,7 +46,7 @@ class DeepJob(Job):
     comment. The state of the library is written down instead, and results that mix several say so.
     """
 
-    task: Task
+    task: DeepTask
     contender: str
     setting: tuple[tuple[str, float], ...]
     how: How = field(default_factory=How, kw_only=True)
@@ -133,7 +133,7 @@ class DeepRun(DeepJob):
         }
 
     def _judge(
-        self, work: Workload, contender: Contender, model: nn.Module, optimizer: Optimizer, trained: Trained
+        self, work: Workload, contender: DeepContender, model: nn.Module, optimizer: Optimizer, trained: Trained
     ) -> dict[str, Any]:
         sets, labels = {"test": work.test, **work.outliers}, {"test": work.labels}
         count = max(1, self.task.samples // 4) if self.part == "tuning" else self.task.samples
@@ -150,7 +150,7 @@ class DeepRun(DeepJob):
         return judgement(at_mean, over_draws, work.labels) | {"sigma": median_sigma(optimizer, model)}
 
     def _draws(
-        self, contender: Contender, model: nn.Module, optimizer: Optimizer, trained: Trained, count: int
+        self, contender: DeepContender, model: nn.Module, optimizer: Optimizer, trained: Trained, count: int
     ) -> Iterator[Forward] | None:
         if contender.kind == "posterior":
             return draws.posterior(optimizer, model, count)
@@ -164,7 +164,7 @@ class DeepRun(DeepJob):
         self,
         work: Workload,
         model: nn.Module,
-        contender: Contender,
+        contender: DeepContender,
         at_mean: dict[str, Averaged],
         over_draws: dict[str, Averaged] | None,
     ) -> None:
@@ -199,7 +199,7 @@ def judgement(at_mean: dict[str, Averaged], over_draws: dict[str, Averaged] | No
 
 
 def make_optimizer(
-    contender: Contender, setting: dict[str, float], model: nn.Module, work: Workload, seed: int, how: How
+    contender: DeepContender, setting: dict[str, float], model: nn.Module, work: Workload, seed: int, how: How
 ) -> Optimizer:
     """Over what is trained of the model."""
     facts: dict[str, Any] = {"num_data": work.num_data, "batch_size": work.batch, "seed": seed}
@@ -225,7 +225,7 @@ class Trained:
 
 def train(
     run: DeepRun,
-    contender: Contender,
+    contender: DeepContender,
     setting: dict[str, float],
     work: Workload,
     model: nn.Module,
@@ -250,7 +250,7 @@ def train(
 
 
 def make_trainer(
-    contender: Contender,
+    contender: DeepContender,
     setting: dict[str, float],
     work: Workload,
     model: nn.Module,

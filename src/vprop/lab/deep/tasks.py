@@ -19,7 +19,7 @@ STEPS_OF_A_CHUNK = 100
 
 
 @dataclass(frozen=True)
-class Task:
+class DeepTask:
     """A network, its data, and how much is spent on them. All that is here decides the outcome of a run."""
 
     name: str
@@ -68,19 +68,19 @@ class Task:
 
     def shown(self) -> dict[str, Any]:
         """For a file of results: what is not the default."""
-        default = asdict(Task("", "", "resnet", ""))
+        default = asdict(DeepTask("", "", "resnet", ""))
         return {name: value for name, value in asdict(self).items() if value != default[name]}
 
 
-_CIFAR = Task(
+_CIFAR = DeepTask(
     "cifar10-40", "CIFAR-10, ResNet-20, 40 epochs", "resnet", "cifar10", epochs=40, tuning_share=0.5, augment=True,
     outliers=("cifar100",),
 )  # fmt: skip
-_FASHION = Task(
+_FASHION = DeepTask(
     "fashion", "Fashion-MNIST, ResNet-20, crops and flips, 20 epochs", "resnet", "fashion_mnist", epochs=20,
     tuning_share=0.5, augment=True, outliers=("notmnist",),
 )  # fmt: skip
-_GPT = Task(
+_GPT = DeepTask(
     "gpt", "Characters of Shakespeare, GPT of 6 layers", "gpt", "tinyshakespeare", batch=64, steps=2500, samples=32
 )
 
@@ -107,7 +107,7 @@ TASKS = (
     _GPT,
     replace(_GPT, name="gpt-books", title="Characters of books, GPT of 6 layers", data="books", steps=5000,
             tuning_share=0.5),
-    Task(
+    DeepTask(
         "lora", "From books to Shakespeare, adapters of rank 8 for a GPT of 4 layers", "lora", "tinyshakespeare",
         batch=32, steps=1000, samples=32, layers=4, channels=256, heads=4, pretraining="books", pretraining_steps=3000,
     ),
@@ -118,11 +118,15 @@ _LITTLE_TEXT: dict[str, Any] = _LITTLE | {
     "steps": 6, "length": 16, "layers": 1, "channels": 8, "heads": 2, "windows": 10,
 }  # fmt: skip
 SHORT = (
-    Task("short-images", "Digits", "resnet", "digits", epochs=2, outliers=("noise",), width=4, blocks=1, augment=True,
-         **_LITTLE),
-    Task("short-text", "Words", "gpt", "words", **_LITTLE_TEXT),
-    Task("short-lora", "Words after other words", "lora", "words", rank=2, pretraining="words", pretraining_steps=4,
-         **_LITTLE_TEXT),
+    DeepTask(
+        "short-images", "Digits", "resnet", "digits", epochs=2, outliers=("noise",), width=4, blocks=1, augment=True,
+        **_LITTLE,
+    ),
+    DeepTask("short-text", "Words", "gpt", "words", **_LITTLE_TEXT),
+    DeepTask(
+        "short-lora", "Words after other words", "lora", "words", rank=2, pretraining="words", pretraining_steps=4,
+        **_LITTLE_TEXT,
+    ),
 )  # fmt: skip
 """Data that need no file, a few steps: to see that everything runs."""
 

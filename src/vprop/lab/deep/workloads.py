@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vprop.lab.deep import data
-from vprop.lab.deep.gpt import GPT, adapt, next_character_loss
+from vprop.lab.deep.gpt import CharacterGPT, adapt, next_character_loss
 from vprop.lab.deep.networks import resnet20
-from vprop.lab.deep.tasks import STEPS_OF_A_CHUNK, Part, Task
+from vprop.lab.deep.tasks import STEPS_OF_A_CHUNK, DeepTask, Part
 from vprop.lab.deep.training import Loss, epochs, flips_and_crops
 
 
@@ -71,7 +71,7 @@ class ImageWork:
 
     loss: Loss
 
-    def __init__(self, task: Task, part: Part, data_dir: Path | None, how: How) -> None:
+    def __init__(self, task: DeepTask, part: Part, data_dir: Path | None, how: How) -> None:
         self.task, self.batch, self.loss = task, task.batch, F.cross_entropy
         self.device = torch.device(how.device)
         self.images = data.images(task, part, data_dir, self.device, how.data)
@@ -102,7 +102,7 @@ class TextWork:
     loss: Loss
     outliers: dict[str, Tensor]
 
-    def __init__(self, task: Task, part: Part, data_dir: Path | None, how: How, source: str | None = None) -> None:
+    def __init__(self, task: DeepTask, part: Part, data_dir: Path | None, how: How, source: str | None = None) -> None:
         self.task, self.batch, self.loss, self.outliers = task, task.batch, next_character_loss, {}
         self.device, self.source, self.how = torch.device(how.device), source, how
         self.text = data.text(task, part, data_dir, self.device, source)
@@ -112,7 +112,7 @@ class TextWork:
     def model(self, dropout: float) -> nn.Module:
         """A new one, or the one that was trained before with new adapters."""
         task = self.task
-        model = GPT(self.text.characters, task.length, task.layers, task.channels, task.heads, dropout)
+        model = CharacterGPT(self.text.characters, task.length, task.layers, task.channels, task.heads, dropout)
         if task.family == "lora" and self.source is None:
             model.load_state_dict(torch.load(pretrained_path(task, self.how), weights_only=True))
             adapt(model, task.rank)
@@ -128,11 +128,11 @@ class TextWork:
             yield data.random_windows(self.text.train, STEPS_OF_A_CHUNK * self.batch, self.task.length, generator)
 
 
-def workload(task: Task, part: Part, data_dir: Path | None, how: How) -> Workload:
+def workload(task: DeepTask, part: Part, data_dir: Path | None, how: How) -> Workload:
     """Of the task, on the device."""
     return ImageWork(task, part, data_dir, how) if task.of_images else TextWork(task, part, data_dir, how)
 
 
-def pretrained_path(task: Task, how: How) -> Path:
+def pretrained_path(task: DeepTask, how: How) -> Path:
     """Where the network lies that the task's adapters are for."""
     return how.out / "pretrained" / f"{task.name}.pt"
