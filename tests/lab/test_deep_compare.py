@@ -162,7 +162,7 @@ def pool(folder, workers=1, stop_at=None):
     return TimedPool(Store(folder), Console(file=StringIO(), width=200), workers, stop_at)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_fails_stops_no_other(tmp_path, workers):
     ours = pool(tmp_path, workers)
     done = ours.run_all("small", [Small(0), Small(1, fails=True), Small(2)])

@@ -71,7 +71,7 @@ def linearized(model: nn.Module, deviation: Tensor, names: list[str] | None = No
         def of_weights(weights: dict[str, Tensor]) -> Tensor:
             return functional_call(model, parameters | weights, (x,))
 
-        output, change = torch.func.jvp(of_weights, (chosen,), (directions,))
+        output, change = torch.func.jvp(of_weights, (chosen,), (directions,))[:2]
         return output + change
 
     return forward
