@@ -19,7 +19,7 @@ from vprop.lab.deep.compare import numbers, tasks_named
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, DeepContender, taking_part
 from vprop.lab.deep.pool import TimedPool
 from vprop.lab.deep.protocol import Bench
-from vprop.lab.deep.run import DeepRun, OutOfTime
+from vprop.lab.deep.run import DeepRun
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
 from vprop.lab.deep.workloads import How
 from vprop.lab.engine.job import Job
@@ -183,21 +183,27 @@ def test_no_run_is_begun_that_has_no_time(tmp_path):
     ours = pool(tmp_path, stop_at=time.time() - 1)
     assert ours.run_all("small", [Small(0)]) == {}
     assert ours.unfinished == ["small-0"]
-    ours = pool(tmp_path, stop_at=time.time() + 1000)
-    ours._pace(Small(1), 2000.0)
-    assert not ours._fits(Small(0))
-    ours._pace(Small(1), 2.0)  # the slowest counts
-    assert not ours._fits(Small(0))
 
 
-def test_a_run_gives_up_when_its_time_is_over(tmp_path):
-    job = DeepRun(IMAGES, "sgd", (("lr", 0.1),), 0, "final", how=How(tmp_path, stop_at=time.time() - 1))
-    with pytest.raises(OutOfTime):
-        job.execute()
-    ours = pool(tmp_path / "runs")
-    assert ours.run_all("one", [job]) == {}
-    assert ours.unfinished == [job.key]
-    assert not ours.failures
+@pytest.mark.parametrize("name", ["sgd", "adamw-dropout", "swag", "vario", "ivon", "vprop-centred"])
+def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(name, tmp_path, monkeypatch):
+    task, one = replace(IMAGES, epochs=4), contenders.BY_NAME[name]
+    setting = one.grid(task)[0]
+    whole = bench(tmp_path / "whole").run(task, one, setting, 0, "final").execute()
+    place = Bench(How(tmp_path / "parts", stop_at=100.0))
+    job = place.run(task, one, setting, 0, "final")
+    left = tmp_path / "parts" / "unfinished" / f"{job.key}.pt"
+    for _ in range(2 if one.gradients == 1 else 1):  # of four epochs, or of two
+        monkeypatch.setattr("vprop.lab.deep.run.now", lambda: 101.0)
+        ours = pool(tmp_path / "parts" / "runs")
+        assert ours.run_all("one", [job]) == {}
+        assert (ours.unfinished, ours.failures) == ([job.key], {})
+        assert left.is_file()
+    monkeypatch.setattr("vprop.lab.deep.run.now", lambda: 99.0)
+    parts = job.execute()
+    assert parts["scores"] == whole["scores"]
+    assert parts["steps"] == whole["steps"]
+    assert not left.exists()
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 from vprop.lab.deep import draws, predictions
 from vprop.lab.deep.contenders import BY_NAME
 from vprop.lab.deep.predictions import Forward
-from vprop.lab.deep.run import DeepJob, make_optimizer, make_trainer
+from vprop.lab.deep.run import DeepJob, make_optimizer, make_rates, make_trainer
 from vprop.lab.deep.workloads import Workload, workload
 
 STEPS, DRAWS = 200, 8
@@ -34,7 +34,8 @@ class DeepCost(DeepJob):
         before = _allocated(reset=True) if on_gpu else 0
         model = work.model(setting.get("dropout", 0.0))
         optimizer = make_optimizer(contender, setting, model, work, 0, self.how)
-        trainer = make_trainer(contender, setting, work, model, optimizer, 2 * steps, self.how)
+        rates = make_rates(setting, optimizer, 2 * steps)
+        trainer = make_trainer(contender, work, model, optimizer, rates, self.how)
         trainer.run_epoch(x, y)  # warms up and records
         step = _seconds(lambda: trainer.run_epoch(x, y), warm=False) / steps
         data = x.nbytes + y.nbytes  # the trainer's own copy

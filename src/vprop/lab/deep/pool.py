@@ -23,24 +23,22 @@ Results = dict[str, dict[str, Any]]
 class TimedPool(Pool):
     """Runs jobs in the order in which they come.
 
-    No job is begun that would not be finished in time, as far as the finished ones tell; those that are not give up by
-    themselves. What is left over is run by the same command another time.
+    No job is begun when the time is over, and those that are not finished then stop by themselves and keep what they
+    have done. The same command goes on from there another time.
     """
 
     stop_at: float | None = None
     unfinished: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Tracebacks by key."""
-    _seconds_per_effort: float = 0.0
     _executor: ProcessPoolExecutor | None = None
 
     def _run_waiting(self, title: str, waiting: dict[str, Job]) -> Results:
         self.console.print(f"{title}: {len(waiting)} to run.")
         done: Results = {}
-        self._seconds_per_effort = 0.0
         try:
             for key, outcome in self._in_turn(waiting) if self.workers <= 1 else self._side_by_side(waiting):
-                done |= self._take(key, outcome, waiting[key])
+                done |= self._take(key, outcome)
         except KeyboardInterrupt:
             raise Interrupted(
                 f"Interrupted. {len(done)} of {len(waiting)} runs of «{title}» were finished and are kept; the same "
@@ -48,10 +46,9 @@ class TimedPool(Pool):
             ) from None
         return done
 
-    def _take(self, key: str, outcome: dict[str, Any] | BaseException | None, job: Job) -> Results:
+    def _take(self, key: str, outcome: dict[str, Any] | BaseException | None) -> Results:
         if isinstance(outcome, dict):
             self.store.save(key, outcome)
-            self._pace(job, outcome["seconds"])
             self.console.print(f"  {key}: {_summary(outcome)}", soft_wrap=True, markup=False, highlight=False)
             return {key: outcome}
         if outcome is None or isinstance(outcome, OutOfTime):
@@ -65,7 +62,7 @@ class TimedPool(Pool):
     def _in_turn(self, waiting: dict[str, Job]) -> Iterator[tuple[str, Any]]:
         for key, job in waiting.items():
             try:
-                yield key, job.execute() if self._fits(job) else None
+                yield key, job.execute() if self._has_time else None
             except Exception as error:
                 yield key, error
 
@@ -82,7 +79,7 @@ class TimedPool(Pool):
             while queue or running:
                 while queue and len(running) < self.workers:
                     key = queue.pop(0)
-                    if self._fits(waiting[key]):
+                    if self._has_time:
                         running[executor.submit(waiting[key].execute)] = key
                     else:
                         yield key, None
@@ -104,15 +101,9 @@ class TimedPool(Pool):
             self._executor.shutdown()
             self._executor = None
 
-    # -- time --------------------------------------------------------------------------------------------------------
-
-    def _pace(self, job: Job, seconds: float) -> None:
-        """Seconds for a unit of effort, of the slowest one so far."""
-        self._seconds_per_effort = max(self._seconds_per_effort, seconds / job.effort)
-
-    def _fits(self, job: Job) -> bool:
-        expected = self._seconds_per_effort * job.effort
-        return self.stop_at is None or time.time() + expected < self.stop_at
+    @property
+    def _has_time(self) -> bool:
+        return self.stop_at is None or time.time() < self.stop_at
 
 
 def _summary(outcome: dict[str, Any]) -> str:

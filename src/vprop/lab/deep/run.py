@@ -25,6 +25,7 @@ from vprop.lab.deep.scores import diagram, score_labels, score_outliers
 from vprop.lab.deep.swag import SWAG, set_batch_norm
 from vprop.lab.deep.tasks import DeepTask, Part
 from vprop.lab.deep.training import Trainer, cosine_then_constant, one_cycle
+from vprop.lab.deep.unfinished import Unfinished
 from vprop.lab.deep.workloads import How, TextWork, Workload, pretrained_path, workload
 from vprop.lab.engine import sources
 from vprop.lab.engine.job import Job
@@ -231,38 +232,53 @@ def train(
     model: nn.Module,
     optimizer: Optimizer,
 ) -> Trained:
-    """All steps of the budget."""
+    """All steps of the budget, or those that are left of it; if there is no time for them, what was done is kept."""
     steps = max(1, work.steps(run.share) // contender.gradients)
-    trainer = make_trainer(contender, setting, work, model, optimizer, steps, run.how)
     generator = torch.Generator(work.test.device).manual_seed(run.seed)
     swag = SWAG(model) if contender.kind == "swag" else None
+    rates = make_rates(setting, optimizer, steps)
+    kept = Unfinished(run.how.out / "unfinished" / f"{run.key}.pt", model, optimizer, generator, swag)
+    # Other packages may forget how many steps they made.
+    first = kept.load() if contender.kind != "peer" else 0
+    trainer = make_trainer(contender, work, model, optimizer, rates, run.how, first)
     # The last quarter is at a constant step size; a training of a few epochs has to begin earlier to have two weights.
     collecting_from = 0.75 * steps if steps * work.batch >= 8 * work.num_data else 0.5 * steps
     for x, y in work.chunks(generator):
-        if run.how.stop_at is not None and time.time() > run.how.stop_at:
-            raise OutOfTime(run.key)
         trainer.run_epoch(x, y)
         if swag is not None and trainer.steps_done >= collecting_from:
             swag.collect()
         if trainer.steps_done >= steps:
+            kept.forget()
             return Trained(trainer.steps_done, x, swag)
+        if run.how.stop_at is not None and now() > run.how.stop_at:
+            kept.save(trainer.steps_done)
+            raise OutOfTime(run.key)
     raise AssertionError("chunks have no end")
+
+
+def now() -> float:
+    """Seconds since 1970."""
+    return time.time()
+
+
+def make_rates(setting: dict[str, float], optimizer: Optimizer, steps: int) -> Tensor:
+    """A warm-up over a twentieth of the steps and a cosine to zero; for SWAG to a step size that stays."""
+    peak = float(optimizer.param_groups[0]["lr"])
+    return cosine_then_constant(peak, setting["swa_lr"], steps) if "swa_lr" in setting else one_cycle(peak, steps)
 
 
 def make_trainer(
     contender: DeepContender,
-    setting: dict[str, float],
     work: Workload,
     model: nn.Module,
     optimizer: Optimizer,
-    steps: int,
+    rates: Tensor,
     how: How,
+    first_step: int = 0,
 ) -> Trainer:
-    """With a warm-up over a twentieth of the steps and a cosine to zero; for SWAG to a step size that stays."""
-    peak = float(optimizer.param_groups[0]["lr"])
-    rates = cosine_then_constant(peak, setting["swa_lr"], steps) if "swa_lr" in setting else one_cycle(peak, steps)
+    """As fast as the device allows."""
     forward = torch.compile(model) if "compile" in how.fast else None
-    options = {"loss": work.loss, "forward": forward, "capture": contender.captured}
+    options = {"loss": work.loss, "forward": forward, "capture": contender.captured, "first_step": first_step}
     return Trainer(model, optimizer, rates, work.batch, **options)  # type: ignore[arg-type]
 
 
@@ -300,7 +316,8 @@ class Pretraining(DeepJob):
             contender, setting, model = BY_NAME[self.contender], dict(self.setting), work.model(0.0)
             optimizer = make_optimizer(contender, setting, model, work, 0, self.how)
             steps = self.task.pretraining_steps
-            trainer = make_trainer(contender, setting, work, model, optimizer, steps, self.how)
+            rates = make_rates(setting, optimizer, steps)
+            trainer = make_trainer(contender, work, model, optimizer, rates, self.how)
             for x, y in work.chunks(torch.Generator(work.test.device).manual_seed(0)):
                 trainer.run_epoch(x, y)
                 if trainer.steps_done >= steps:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,16 @@ class SWAG:
         self.mean += (weights - self.mean) / self.count
         self.square += (weights.square() - self.square) / self.count
         self.deviations.append(weights - self.mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was collected."""
+        tensors = {"mean": self.mean, "square": self.square, "deviations": list(self.deviations)}
+        return {"count": self.count, **tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was collected before."""
+        self.count, self.mean, self.square = state["count"], state["mean"], state["square"]
+        self.deviations.extend(state["deviations"])
 
     @property
     def variance(self) -> Tensor:

@@ -28,7 +28,8 @@ class Trainer:
 
     ``rates`` are the step sizes, one for each step of the whole training. The optimizer's ``lr`` is a tensor that the
     step itself fills from them, so that a recorded step follows the schedule. ``forward`` is what is called in place of
-    the model, a compiled one say; ``capture=False`` is for optimizers whose step cannot be recorded.
+    the model, a compiled one say; ``capture=False`` is for optimizers whose step cannot be recorded;
+    ``first_step`` is how many steps were made before, by a training that this one goes on with.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Trainer:
         autocast: bool = True,
         forward: Callable[[Tensor], Tensor] | None = None,
         capture: bool = True,
+        first_step: int = 0,
     ) -> None:
         self.model, self.optimizer, self.batch_size, self.loss = model, optimizer, batch_size, loss
         self.forward = model if forward is None else forward
@@ -50,11 +52,11 @@ class Trainer:
         self.captures = capture and self.on_gpu
         self.autocast = autocast and self.on_gpu
         self.rates = rates.to(self.device, torch.float32)
-        self.total = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.total = torch.tensor(first_step, dtype=torch.int64, device=self.device)
         self.lr = self.rates[0].clone()
         for group in optimizer.param_groups:
             group["lr"] = self.lr
-        self.steps_done = 0
+        self.steps_done = self.first_step = first_step
         self._graph: torch.cuda.CUDAGraph | None = None
         self._epoch: tuple[Tensor, Tensor] | None = None
         self._at = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -82,7 +84,7 @@ class Trainer:
     def _next_step(self) -> None:
         if not self.captures:
             self._step()
-        elif self.steps_done < WARM_UP:
+        elif self.steps_done - self.first_step < WARM_UP:
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
