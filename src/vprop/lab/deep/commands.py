@@ -30,7 +30,8 @@ def deep(
     jobs: Annotated[int, typer.Option(help="Runs side by side.")] = 1,
     minutes: Annotated[float, typer.Option(help="Stop after so many, with what is finished; 0 for no limit.")] = 0.0,
     fast: Annotated[
-        list[str] | None, typer.Option(help="For GPUs: channels-last, compile, cudnn-benchmark. Can be given often.")
+        list[str] | None,
+        typer.Option(help="For GPUs: channels-last, compile, cudnn-benchmark, without-graphs. Can be given often."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for runs and predictions.")] = Path("out/deep"),
     results: Annotated[Path | None, typer.Option(help="Folder for figures; OUT/results by default.")] = None,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vprop.lab import markdown
-from vprop.lab.deep.table import section
+from vprop.lab.deep.table import section, summary
 from vprop.lab.engine.store import read_json
 from vprop.lab.errors import UsageError
 
@@ -17,6 +17,10 @@ OPENING = """# Deep networks
 Networks that people know, trained by what people use and by this library: accuracy, log-loss (NLL), calibration,
 outliers, cost. `vprop compare deep` makes every number here, in `docs/deep/results/`; `vprop compare deep table
 --page docs/deep.md` draws this page from them. Rows of this library are in bold.
+In this first table, the best is who has the smallest NLL on the test data.
+
+<!-- deep: summary -->
+<!-- end -->
 
 ## How it was done
 
@@ -69,6 +73,8 @@ def filled(text: str, results: Results, figures: Path) -> str:
             text += f"\n## {results[name]['title']}\n\n<!-- deep: {name} -->\n<!-- end -->\n"
 
     def draw(name: str) -> str:
+        if name == "summary":
+            return summary(results.values())
         if name not in results:
             return "*Not run yet.*\n"
         images = "".join(f"![{kind}]({figures}/{name}-{kind}.png)\n" for kind in plots_of(results[name]))

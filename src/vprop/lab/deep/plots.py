@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vprop.lab.deep.page import plots_of
+from vprop.lab.deep.table import own_scores
 from vprop.lab.plots import BLUE, GREY, ORANGE, plt, save
 
 Row = dict[str, Any]
@@ -18,13 +19,8 @@ def draw(result: Row, folder: Path) -> dict[str, Path]:
     return {name: makers[name](result, folder / f"{result['task']}-{name}.png") for name in plots_of(result)}
 
 
-def _best(row: Row) -> Row:
-    """The scores of a contender's own way to predict."""
-    return row["scores"].get("averaged", row["scores"].get("mean", row["scores"]))
-
-
 def _points(result: Row) -> list[tuple[Row, Row]]:
-    rows = [(row, _best(row)) for row in (*result["contenders"], *result["groups"])]
+    rows = [(row, own_scores(row)) for row in (*result["contenders"], *result["groups"])]
     return [(row, scores) for row, scores in rows if scores["nll"]["mean"] is not None]
 
 

@@ -278,7 +278,8 @@ def make_trainer(
 ) -> Trainer:
     """As fast as the device allows."""
     forward = torch.compile(model) if "compile" in how.fast else None
-    options = {"loss": work.loss, "forward": forward, "capture": contender.captured, "first_step": first_step}
+    capture = contender.captured and "without-graphs" not in how.fast
+    options = {"loss": work.loss, "forward": forward, "capture": capture, "first_step": first_step}
     return Trainer(model, optimizer, rates, work.batch, **options)  # type: ignore[arg-type]
 
 

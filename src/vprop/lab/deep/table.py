@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from vprop.lab import markdown
@@ -27,6 +28,36 @@ def caption(result: Row) -> str:
     if len(result["code"]) > 1:
         text += f" The runs are of {len(result['code'])} states of the library."
     return text
+
+
+def summary(results: Iterable[Row]) -> str:
+    """A line for each task: what people use, the recommended optimizer, and the best of ours, by NLL.
+
+    Accuracy / NLL / ECE, each with a contender's own way to predict; groups, which cost several trainings, are not here.
+    """
+    rows = []
+    for result in results:
+        others = [row for row in result["contenders"] if not row["ours"]]
+        ours = [row for row in result["contenders"] if row["ours"]]
+        vario = [row for row in ours if row["name"] == "vario"]
+        plain = [row for row in others if row["kind"] == "point"]
+        rows.append([result["title"], *(_best_of(some) for some in (plain, others, vario, ours))])
+    head = ["accuracy / NLL / ECE", "SGD or AdamW", "best of others", "**Vario**", "**best of ours**"]
+    return markdown.table(head, rows)
+
+
+def own_scores(row: Row) -> Row:
+    """The scores of a contender's own way to predict: averaged, if it averages."""
+    return row["scores"].get("averaged", row["scores"].get("mean", row["scores"]))
+
+
+def _best_of(rows: list[Row]) -> str:
+    usable = [row for row in rows if own_scores(row)["nll"]["mean"] is not None]
+    if not usable:
+        return NOTHING
+    best = min(usable, key=lambda row: own_scores(row)["nll"]["mean"])
+    means = {name: value["mean"] for name, value in own_scores(best).items()}
+    return f"{best['label']}: {100 * means['accuracy']:.2f} / {means['nll']:.4f} / {means['ece']:.4f}"
 
 
 def scores_table(result: Row) -> str:

@@ -40,8 +40,9 @@ class How:
         return torch.float16 if self.device.startswith("cuda") else None
 
 
-FAST = ("channels-last", "compile", "cudnn-benchmark")
-"""What may make a GPU faster: another order of images in memory, torch.compile, and a search for convolutions."""
+FAST = ("channels-last", "compile", "cudnn-benchmark", "without-graphs")
+"""What may make a GPU faster: another order of images in memory, torch.compile, and a search for convolutions; and
+steps that are not recorded as CUDA graphs, which are slower, for what cannot be recorded."""
 
 
 class Workload(Protocol):
