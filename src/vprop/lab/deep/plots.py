@@ -19,23 +19,29 @@ def draw(result: Row, folder: Path) -> dict[str, Path]:
     return {name: makers[name](result, folder / f"{result['task']}-{name}.png") for name in plots_of(result)}
 
 
-def _points(result: Row) -> list[tuple[Row, Row]]:
-    rows = [(row, own_scores(row)) for row in (*result["contenders"], *result["groups"])]
-    return [(row, scores) for row, scores in rows if scores["nll"]["mean"] is not None]
+def _far(values: list[float]) -> float:
+    """Beyond this, a point would leave no room for the others: it is named, and not drawn."""
+    return 1.6 * min(values)
 
 
 def _scores(result: Row, path: Path) -> Path:
-    """Accuracy against log-loss, with the spread over seeds; a text's group has no accuracy."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for row, scores in _points(result):
-        if "accuracy" not in scores:
+    """Accuracy against log-loss, with the spread over seeds; a text's group has no accuracy, and is not here."""
+    figure, axes = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
+    rows = [(row, own_scores(row)) for row in (*result["contenders"], *result["groups"])]
+    known = [(row, one) for row, one in rows if "accuracy" in one and one["nll"]["mean"] is not None]
+    limit = _far([one["nll"]["mean"] for _, one in known] or [1.0])
+    for number, (row, scores) in enumerate(known, 1):
+        x, y, color = scores["nll"], scores["accuracy"], BLUE if row["ours"] else ORANGE
+        name = f"{number}  {row['label']}"
+        if x["mean"] > limit:
+            axes.plot([], [], " ", label=f"{name}: NLL {x['mean']:.2f}, not drawn")
             continue
-        color = BLUE if row["ours"] else ORANGE
-        x, y = scores["nll"], scores["accuracy"]
         marker, spread = "s" if "members" in row else "o", (x["std"] or 0, 100 * (y["std"] or 0))
-        axes.errorbar(x["mean"], 100 * y["mean"], spread[1], spread[0], fmt=marker, color=color, capsize=2)
-        axes.annotate(row["label"], (x["mean"], 100 * y["mean"]), (4, 4), textcoords="offset points", fontsize=7)
+        style = {"fmt": marker, "color": color, "capsize": 2, "elinewidth": 0.8, "markersize": 4}
+        axes.errorbar(x["mean"], 100 * y["mean"], spread[1], spread[0], label=name, **style)  # type: ignore[arg-type]
+        axes.annotate(str(number), (x["mean"], 100 * y["mean"]), (4, 4), textcoords="offset points", fontsize=8)
     axes.set(xlabel="NLL (lower is better)", ylabel="accuracy, %", title=result["title"])
+    figure.legend(fontsize=7, loc="outside right upper")
     return save(figure, path)
 
 
@@ -65,17 +71,26 @@ def _reliability(result: Row, path: Path) -> Path:
 
 
 def _draws(result: Row, path: Path) -> Path:
-    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
-    for row in result["contenders"]:
-        known = {int(count): one["mean"] for count, one in row["nll_by_draws"].items() if one["mean"] is not None}
-        if known:
-            (line,) = axes.plot(list(known), list(known.values()), marker="o", markersize=3, label=row["label"])
-            mean = row["scores"]["mean"]["nll"]["mean"]
-            if mean is not None:
-                axes.axhline(mean, color=line.get_color(), linestyle=":", linewidth=0.8)
+    figure, axes = plt.subplots(figsize=(8.5, 3.8), layout="constrained")
+    curves = {
+        row["label"]: {int(count): one["mean"] for count, one in row["nll_by_draws"].items()}
+        for row in result["contenders"]
+        if row["nll_by_draws"] and all(one["mean"] is not None for one in row["nll_by_draws"].values())
+    }
+    at_mean = {row["label"]: row["scores"]["mean"]["nll"]["mean"] for row in result["contenders"]}
+    limit = _far([min(curve.values()) for curve in curves.values()] or [1.0])
+    for label, curve in curves.items():
+        if min(curve.values()) > limit:
+            axes.plot([], [], " ", label=f"{label}: not drawn")
+            continue
+        (line,) = axes.plot(list(curve), list(curve.values()), marker="o", markersize=3, label=label)
+        if at_mean[label] is not None and at_mean[label] <= limit:
+            axes.axhline(at_mean[label], color=line.get_color(), linestyle=":", linewidth=0.8)
+    counts = sorted({count for curve in curves.values() for count in curve})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
     axes.set(xlabel="draws of the weights (dotted: at the mean)", ylabel="NLL", title=result["title"])
-    axes.legend(fontsize=7)
+    figure.legend(fontsize=7, loc="outside right upper")
     return save(figure, path)
 
 

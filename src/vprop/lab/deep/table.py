@@ -33,7 +33,7 @@ def caption(result: Row) -> str:
 def summary(results: Iterable[Row]) -> str:
     """A line for each task: what people use, the recommended optimizer, and the best of ours, by NLL.
 
-    Accuracy / NLL / ECE, each with a contender's own way to predict; groups, which cost several trainings, are not here.
+    Accuracy / NLL / ECE, each with its own way to predict; groups, which cost several trainings, are left out.
     """
     rows = []
     for result in results:
