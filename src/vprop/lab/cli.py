@@ -13,7 +13,7 @@ except ImportError:
 
 import vprop
 from vprop.lab.bench import commands as bench_commands
-from vprop.lab.comparison.commands import compare
+from vprop.lab.comparison import commands as comparison_commands
 from vprop.lab.data import commands as data_commands
 from vprop.lab.experiments.commands import reproduce
 
@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(data_commands.app, name="data")
 app.add_typer(bench_commands.app, name="bench")
 app.command()(reproduce)
-app.command()(compare)
+app.add_typer(comparison_commands.app, name="compare")
 
 
 @app.callback()

@@ -35,7 +35,7 @@ def regression_band(result: dict[str, Any], path: Path) -> Path:
         title=f"{result['networks']} ReLU networks trained by Vario: error bars",
     )
     axes.legend(fontsize=8, loc="lower left", ncols=2, framealpha=0.9)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def calibration(result: dict[str, Any], path: Path) -> Path:
@@ -59,10 +59,11 @@ def calibration(result: dict[str, Any], path: Path) -> Path:
         f"Digits: how often is a prediction right? ({result['test']} test images, {result['splits']} splits)",
         fontsize=11,
     )
-    return _save(figure, path)
+    return save(figure, path)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
+    """Write it and let go of its memory."""
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path

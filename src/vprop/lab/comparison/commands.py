@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from vprop.lab.command import DataDirOption, WorkersOption, messages
+from vprop.lab.deep.commands import deep
+
+METHODS = "methods"
+"""The command that is meant where none is named."""
+
+
+class _MethodsUnlessNamed(TyperGroup):
+    """`vprop compare logreg` is `vprop compare methods logreg`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = [METHODS, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_MethodsUnlessNamed, help="Methods side by side, on small tasks (the default) or deep networks.")
 
 
 class Table(str, Enum):
@@ -22,6 +39,7 @@ class Table(str, Enum):
     ALL = "all"
 
 
+@app.command(METHODS)
 def compare(
     what: Annotated[
         Table,
@@ -45,3 +63,6 @@ def compare(
 
     with messages():
         run(what.value, ComparisonRequest(out, data_dir, workers, short, page), Console())
+
+
+app.command()(deep)

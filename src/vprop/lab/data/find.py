@@ -82,6 +82,19 @@ def fetch(
     return Located(tuple(paths), next(source for source in order if source in sources))
 
 
+def locate(name: str, file: DataFile, data_dir: str | os.PathLike[str] | None = None) -> Path:
+    """A file of a set that is not downloaded, wherever it lies."""
+    places = _places(data_dir)
+    path, _ = _find(file, places)
+    if path is None:
+        looked = ", ".join(place.describe() for place in places)
+        raise DataNotFound(
+            f"Data set {name!r} not found: no file {file.folder}/{file.name}. Looked in: {looked}. It is made from "
+            f"what is at {file.url}; put it into a folder given with --data-dir or $VPROP_DATA."
+        )
+    return path
+
+
 def _places(data_dir: str | os.PathLike[str] | None) -> tuple[_Place, ...]:
     given = None if data_dir is None else Path(data_dir).expanduser()
     if given is not None and not given.is_dir():

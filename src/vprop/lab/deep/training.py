@@ -27,7 +27,9 @@ class Trainer:
     """Trains ``model`` with batches that are slices of an epoch's tensors.
 
     ``rates`` are the step sizes, one for each step of the whole training. The optimizer's ``lr`` is a tensor that the
-    step itself fills from them, so that a recorded step follows the schedule.
+    step itself fills from them, so that a recorded step follows the schedule. ``forward`` is what is called in place of
+    the model, a compiled one say; ``capture=False`` is for optimizers whose step cannot be recorded;
+    ``first_step`` is how many steps were made before, by a training that this one goes on with.
     """
 
     def __init__(
@@ -39,17 +41,22 @@ class Trainer:
         *,
         loss: Loss = F.cross_entropy,
         autocast: bool = True,
+        forward: Callable[[Tensor], Tensor] | None = None,
+        capture: bool = True,
+        first_step: int = 0,
     ) -> None:
         self.model, self.optimizer, self.batch_size, self.loss = model, optimizer, batch_size, loss
+        self.forward = model if forward is None else forward
         self.device = next(model.parameters()).device
         self.on_gpu = self.device.type == "cuda"
+        self.captures = capture and self.on_gpu
         self.autocast = autocast and self.on_gpu
         self.rates = rates.to(self.device, torch.float32)
-        self.total = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.total = torch.tensor(first_step, dtype=torch.int64, device=self.device)
         self.lr = self.rates[0].clone()
         for group in optimizer.param_groups:
             group["lr"] = self.lr
-        self.steps_done = 0
+        self.steps_done = self.first_step = first_step
         self._graph: torch.cuda.CUDAGraph | None = None
         self._epoch: tuple[Tensor, Tensor] | None = None
         self._at = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -75,9 +82,9 @@ class Trainer:
             kept.copy_(new)
 
     def _next_step(self) -> None:
-        if not self.on_gpu:
+        if not self.captures:
             self._step()
-        elif self.steps_done < WARM_UP:
+        elif self.steps_done - self.first_step < WARM_UP:
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
@@ -99,12 +106,16 @@ class Trainer:
             self.optimizer.zero_grad()
             # The cache would keep casts of weights from one forward to the next recording.
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
-                loss = self.loss(self.model(x), y)
+                loss = self.loss(self.forward(x), y)
             loss.backward()
             return loss
 
         if isinstance(self.optimizer, vprop.VariationalOptimizer):
             self.optimizer.step(closure)
+        elif hasattr(self.optimizer, "sampled_params"):  # a package of others that draws weights
+            with self.optimizer.sampled_params(train=True):
+                closure()
+            self.optimizer.step()
         else:
             closure()
             self.optimizer.step()
@@ -125,6 +136,16 @@ def one_cycle(peak: float, steps: int, warm_up: float = 0.05) -> Tensor:
     up = _cosine(low, peak, at / top if top > 0 else at + 1)
     down = _cosine(peak, end, (at - top) / (steps - 1 - top))
     return torch.where(at <= top, up, down)
+
+
+def cosine_then_constant(peak: float, last: float, steps: int, constant: float = 0.25, warm_up: float = 0.05) -> Tensor:
+    """As ``one_cycle``, down to ``last``, where it stays for the last part of the steps: what SWAG averages over."""
+    falling = steps - round(constant * steps)
+    at = torch.arange(falling, dtype=torch.float64, device="cpu")
+    top = warm_up * steps - 1
+    up = _cosine(peak / 25, peak, at / top if top > 0 else at + 1)
+    down = _cosine(peak, last, (at - top) / (falling - 1 - top))
+    return torch.cat([torch.where(at <= top, up, down), at.new_full((steps - falling,), last)])
 
 
 def _cosine(first: float, last: float, part: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Pool:
         executor = ProcessPoolExecutor(
             max_workers=min(self.workers or os.cpu_count() or 1, len(waiting)),
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_leave_interrupts_to_the_parent,
+            initializer=leave_interrupts_to_the_parent,
         )
         with _progress(self.console) as progress:
             total = sum(job.effort for job in waiting.values())
@@ -66,13 +66,13 @@ class Pool:
                     self.store.save(name, done[name])
                     progress.update(bar, advance=waiting[name].effort, finished=len(done))
             except KeyboardInterrupt:
-                _stop(executor)
+                stop(executor)
                 raise Interrupted(
                     f"Interrupted. {len(done)} of {len(waiting)} runs of «{title}» were finished and are kept; the "
                     "same command goes on from there."
                 ) from None
             except BaseException:
-                _stop(executor)
+                stop(executor)
                 raise
         executor.shutdown()
         return done
@@ -90,7 +90,7 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, speed_estimate_period=600)
 
 
-def _stop(executor: ProcessPoolExecutor) -> None:
+def stop(executor: ProcessPoolExecutor) -> None:
     """End the workers now; what they were at is lost."""
     processes = list((executor._processes or {}).values())
     executor.shutdown(wait=False, cancel_futures=True)
@@ -98,5 +98,6 @@ def _stop(executor: ProcessPoolExecutor) -> None:
         process.terminate()
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def leave_interrupts_to_the_parent() -> None:
+    """In a worker, which is ended by the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,239 @@
+"""Who is compared, with the settings that each may choose from: the other part of the configuration.
+
+A setting is a dictionary of numbers. ``dropout`` and ``swa_lr`` are for the network and the schedule, the others are
+arguments of the function that makes the optimizer, which also gets the facts: N, the batch size, the seed. Every grid
+of a family has at most four settings; the first is what a person would take without tuning.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+import vprop
+from vprop.lab.deep.tasks import DeepTask, Family
+
+Kind = Literal["point", "dropout", "posterior", "swag", "peer", "laplace"]
+"""How a prediction is averaged: not at all, over dropout masks, over draws of a posterior of ours, of SWAG's Gaussian,
+of another package's optimizer, of a Laplace approximation around a trained network."""
+Setting = dict[str, float]
+Grids = Mapping[Family, tuple[Setting, ...]]
+DECAY = 5e-4
+"""Weight decay of ResNets as everybody has it; as a prior precision it is this times N."""
+
+
+@dataclass(frozen=True)
+class DeepContender:
+    """A row of the table."""
+
+    name: str
+    label: str
+    kind: Kind
+    make: Callable[..., Optimizer] | None
+    grids: Grids = field(default_factory=dict)
+    """By family of tasks; where there is none, it does not take part."""
+    gradients: int = 1
+    """Of a batch, in a step: it makes so many times fewer steps."""
+    needs: str = ""
+    """A package, if it is one that does not come with the library."""
+    of: str = ""
+    """For what is made from the weights of another contender's run: whose."""
+    ours: bool = False
+    captured: bool = True
+    """Whether its step may be recorded as a CUDA graph."""
+
+    def grid(self, task: DeepTask) -> tuple[Setting, ...]:
+        """The settings to choose from."""
+        return self.grids.get(task.family, ())
+
+    def installed(self) -> bool:
+        """Whether it can run here."""
+        if not self.needs:
+            return True
+        try:
+            importlib.import_module(self.needs)
+        except ImportError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one contender with different seeds, whose probabilities are averaged: nothing is trained for it."""
+
+    name: str
+    label: str
+    of: str
+    members: int
+    averaged: bool
+    """Whether the members' averaged predictions are taken (a mixture of posteriors) or those at the mean."""
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def sgd(params: Any, facts: dict[str, Any], lr: float, weight_decay: float = DECAY) -> Optimizer:
+    """With Nesterov's momentum; the fused one, for its step size may be a tensor in a recorded step."""
+    fused = facts.get("capturable", False)
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, nesterov=True, weight_decay=weight_decay, fused=fused)
+
+
+def adamw(params: Any, facts: dict[str, Any], lr: float, weight_decay: float, beta2: float = 0.999) -> Optimizer:
+    """As torch has it."""
+    capturable = facts.get("capturable", False)
+    return torch.optim.AdamW(params, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, capturable=capturable)
+
+
+def vario(params: Any, facts: dict[str, Any], decay: float = 0.0, **setting: float) -> Optimizer:
+    """The recommended optimizer; ``decay`` is a prior said as a weight decay, λ = decay·N, else it is the default."""
+    prior = {"prior_precision": decay * facts["num_data"]} if decay else {}
+    return vprop.Vario(params, **facts, **prior, **setting)  # type: ignore[arg-type]
+
+
+def curvature_of(sigma: float, facts: dict[str, Any]) -> float:
+    """h for which σ = 1/√(N·h): noise said as the size that it has, which does not depend on how many data there are.
+
+    >>> curvature_of(0.01, {"num_data": 50_000})
+    0.2
+    """
+    return round(1 / (facts["num_data"] * sigma**2), 12)
+
+
+def floored(params: Any, facts: dict[str, Any], sigma: float, speed: float = 1.0, decay: float = DECAY) -> Optimizer:
+    """The natural-gradient step above a floor: where h is small, SGD with momentum and a step size of ``speed``/10.
+
+    There the noise is ``sigma``.
+    """
+    floor = curvature_of(sigma, facts)
+    return vprop.Vprop(
+        params, lr=speed * floor, hess_floor=floor, betas=(0.9, 0.999), init_steps=0,
+        prior_precision=decay * facts["num_data"], **facts,
+    )  # fmt: skip
+
+
+def centred(params: Any, facts: dict[str, Any], sigma: float, speed: float = 1.0, decay: float = DECAY) -> Optimizer:
+    """As ``floored``, with the curvature from the difference of an antithetic pair's gradients: unbiased."""
+    floor = curvature_of(sigma, facts)
+    return vprop.Vprop(
+        params, lr=speed * floor, hess_floor=floor, betas=(0.9, 0.999), init_steps=0, mc_samples=2, antithetic=True,
+        centered=True, prior_precision=decay * facts["num_data"], **facts,
+    )  # fmt: skip
+
+
+def ivon(
+    params: Any, facts: dict[str, Any], sigma: float, speed: float = 1.0, decay: float = DECAY, **setting: float
+) -> Optimizer:
+    """With a step size that is SGD's, ``speed``/10; its h stays near where it starts, and so its noise is ``sigma``."""
+    known = {name: value for name, value in facts.items() if name != "batch_size"}
+    precision = {"hess_init": curvature_of(sigma, facts), "prior_precision": decay * facts["num_data"]}
+    return vprop.IVON(params, lr=speed, rescale_lr=True, **precision, **known, **setting)  # type: ignore[arg-type]
+
+
+def ivon_with_clipping(params: Any, facts: dict[str, Any], **setting: float) -> Optimizer:
+    """As its authors train transformers: large steps, each element bounded."""
+    known = {name: value for name, value in facts.items() if name != "batch_size"}
+    return vprop.IVON(params, rescale_lr=True, **known, **setting)  # type: ignore[arg-type]
+
+
+def ivon_opt(params: Any, facts: dict[str, Any], sigma: float, speed: float = 1.0, decay: float = DECAY) -> Optimizer:
+    """The package of the method's authors, with the same arguments as ours."""
+    make, hess_init = importlib.import_module("ivon").IVON, curvature_of(sigma, facts)
+    return make(params, lr=speed, ess=facts["num_data"], weight_decay=decay, hess_init=hess_init, beta2=0.99999)
+
+
+def vadam(params: Any, facts: dict[str, Any], **setting: float) -> Optimizer:
+    """Its noise is the prior's, where h is small; a low temperature makes the curvature count."""
+    known = {name: value for name, value in facts.items() if name != "batch_size"}
+    return vprop.Vadam(params, **known, **setting)  # type: ignore[arg-type]
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+_ADAM_GPT = {"weight_decay": 0.1, "beta2": 0.99}
+_ADAM_GRIDS: Grids = {
+    "resnet": (
+        {"lr": 3e-3, "weight_decay": 0.1}, {"lr": 1e-3, "weight_decay": 0.5}, {"lr": 3e-3, "weight_decay": 0.5},
+        {"lr": 1e-2, "weight_decay": 0.1},
+    ),
+    "gpt": ({"lr": 1e-3, **_ADAM_GPT}, {"lr": 5e-4, **_ADAM_GPT}, {"lr": 2e-3, **_ADAM_GPT}),
+    "lora": tuple({"lr": lr, "weight_decay": 0.01} for lr in (1e-3, 3e-3, 1e-2)),
+}  # fmt: skip
+_DROPOUT_GRIDS: Grids = {
+    "resnet": (
+        {"lr": 3e-3, "weight_decay": 0.1, "dropout": 0.1}, {"lr": 3e-3, "weight_decay": 0.1, "dropout": 0.05},
+        {"lr": 3e-3, "weight_decay": 0.5, "dropout": 0.05}, {"lr": 3e-3, "weight_decay": 0.5, "dropout": 0.1},
+    ),
+    "gpt": tuple({"lr": 1e-3, "dropout": share, **_ADAM_GPT} for share in (0.2, 0.1, 0.3)),
+    "lora": tuple({"lr": lr, "weight_decay": 0.01, "dropout": 0.1} for lr in (1e-3, 3e-3, 1e-2)),
+}  # fmt: skip
+# Weights of such networks are of size 0.05; noise of a tenth to a fifth of that was best in sweeps.
+_NOISES: tuple[Setting, ...] = ({"sigma": 0.008}, {"sigma": 0.005}, {"sigma": 0.011}, {"sigma": 0.008, "speed": 2.0})
+
+CONTENDERS = (
+    DeepContender("sgd", "SGD", "point", sgd, {
+        "resnet": ({"lr": 0.1}, {"lr": 0.05}, {"lr": 0.2}, {"lr": 0.1, "weight_decay": 1e-3}),
+    }),
+    DeepContender("adamw", "AdamW", "point", adamw, _ADAM_GRIDS),
+    DeepContender("adamw-dropout", "AdamW with dropout", "dropout", adamw, _DROPOUT_GRIDS),
+    DeepContender("swag", "SWAG", "swag", sgd, {
+        "resnet": ({"lr": 0.1, "swa_lr": 0.01}, {"lr": 0.1, "swa_lr": 0.02}, {"lr": 0.1, "swa_lr": 0.05}),
+    }),
+    DeepContender("laplace-last", "Laplace of the last layer", "laplace", None, {"resnet": ({"diagonal": 0},)},
+                  needs="laplace", of="sgd"),
+    DeepContender("laplace-diagonal", "Laplace, diagonal", "laplace", None, {"resnet": ({"diagonal": 1},)},
+                  needs="laplace", of="sgd"),
+    DeepContender("ivon-opt", "IVON, its authors' package", "peer", ivon_opt, {"resnet": _NOISES}, needs="ivon",
+                  captured=False),
+    DeepContender("vario", "Vario", "posterior", vario, {
+        "resnet": (
+            {"lr": 3e-3}, {"lr": 1e-2}, {"lr": 3e-3, "decay": DECAY}, {"lr": 1e-2, "noise_limit": 0.3},
+        ),
+        "gpt": (
+            {"lr": 1e-3}, {"lr": 1e-3, "dropout": 0.1}, {"lr": 1e-3, "noise_limit": 0.1, "dropout": 0.2},
+            {"lr": 2e-3, "noise_limit": 0.3, "dropout": 0.1},
+        ),
+        "lora": ({"lr": 1e-3}, {"lr": 3e-3}, {"lr": 1e-2}),
+    }, ours=True),
+    DeepContender("vprop-floor", "Vprop with a floor", "posterior", floored, {"resnet": _NOISES}, ours=True),
+    DeepContender("ivon", "IVON", "posterior", ivon, {"resnet": _NOISES}, ours=True),
+    DeepContender("ivon-clipped", "IVON with clipping", "posterior", ivon_with_clipping, {
+        "gpt": tuple(
+            {"lr": lr, "hess_init": 1e-3, "clip_radius": 1e-3, "temperature": 0.1} for lr in (300.0, 100.0, 600.0)
+        ),
+    }, ours=True),
+    DeepContender("vadam", "Vadam", "posterior", vadam, {
+        "resnet": tuple(
+            {"lr": lr, "temperature": 1 / 128, "prior_precision": prior}
+            for lr, prior in ((3e-3, 640.0), (3e-3, 6400.0), (1e-2, 6400.0))
+        ),
+        "gpt": tuple(
+            {"lr": lr, "temperature": 1 / 1024, "prior_precision": prior}
+            for lr, prior in ((1e-3, 2e4), (2e-3, 2e4), (1e-3, 1e4))
+        ),
+    }, ours=True),
+    DeepContender("vprop-centred", "Vprop with a floor, centred", "posterior", centred, {"resnet": _NOISES},
+                  gradients=2, ours=True),
+)  # fmt: skip
+
+GROUPS = (
+    Group("ensemble-3", "Ensemble of 3 SGD", "sgd", 3, averaged=False),
+    Group("ensemble-5", "Ensemble of 5 SGD", "sgd", 5, averaged=False),
+    Group("ensemble-3-adamw", "Ensemble of 3 AdamW", "adamw", 3, averaged=False),
+    Group("ensemble-3-dropout", "Ensemble of 3 AdamW with dropout", "adamw-dropout", 3, averaged=False),
+    Group("mixture-3-vario", "Mixture of 3 Vario", "vario", 3, averaged=True),
+    Group("mixture-3-floor", "Mixture of 3 Vprop with a floor", "vprop-floor", 3, averaged=True),
+    Group("mixture-3-ivon", "Mixture of 3 IVON", "ivon", 3, averaged=True),
+    Group("mixture-5-floor", "Mixture of 5 Vprop with a floor", "vprop-floor", 5, averaged=True),
+)
+
+BY_NAME = {contender.name: contender for contender in CONTENDERS}
+
+
+def taking_part(task: DeepTask) -> tuple[DeepContender, ...]:
+    """Those that have settings for the task."""
+    return tuple(contender for contender in CONTENDERS if contender.grid(task))

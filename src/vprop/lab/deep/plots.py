@@ -1,0 +1,104 @@
+"""Plots of a task's results: accuracy and log-loss, reliability, draws, time. Drawing never trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vprop.lab.deep.page import plots_of
+from vprop.lab.deep.table import own_scores
+from vprop.lab.plots import BLUE, GREY, ORANGE, plt, save
+
+Row = dict[str, Any]
+
+
+def draw(result: Row, folder: Path) -> dict[str, Path]:
+    """All plots that the results have figures for, by name."""
+    makers = {"scores": _scores, "reliability": _reliability, "draws": _draws, "time": _time}
+    folder.mkdir(parents=True, exist_ok=True)
+    return {name: makers[name](result, folder / f"{result['task']}-{name}.png") for name in plots_of(result)}
+
+
+def _far(values: list[float]) -> float:
+    """Beyond this, a point would leave no room for the others: it is named, and not drawn."""
+    return 1.6 * min(values)
+
+
+def _scores(result: Row, path: Path) -> Path:
+    """Accuracy against log-loss, with the spread over seeds; a text's group has no accuracy, and is not here."""
+    figure, axes = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
+    rows = [(row, own_scores(row)) for row in (*result["contenders"], *result["groups"])]
+    known = [(row, one) for row, one in rows if "accuracy" in one and one["nll"]["mean"] is not None]
+    limit = _far([one["nll"]["mean"] for _, one in known] or [1.0])
+    for number, (row, scores) in enumerate(known, 1):
+        x, y, color = scores["nll"], scores["accuracy"], BLUE if row["ours"] else ORANGE
+        name = f"{number}  {row['label']}"
+        if x["mean"] > limit:
+            axes.plot([], [], " ", label=f"{name}: NLL {x['mean']:.2f}, not drawn")
+            continue
+        marker, spread = "s" if "members" in row else "o", (x["std"] or 0, 100 * (y["std"] or 0))
+        style = {"fmt": marker, "color": color, "capsize": 2, "elinewidth": 0.8, "markersize": 4}
+        axes.errorbar(x["mean"], 100 * y["mean"], spread[1], spread[0], label=name, **style)  # type: ignore[arg-type]
+        axes.annotate(str(number), (x["mean"], 100 * y["mean"]), (4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="NLL (lower is better)", ylabel="accuracy, %", title=result["title"])
+    figure.legend(fontsize=7, loc="outside right upper")
+    return save(figure, path)
+
+
+def _diagram(row: Row) -> Row | None:
+    return row["diagrams"].get("averaged", row["diagrams"]["mean"])
+
+
+def _reliability(result: Row, path: Path) -> Path:
+    rows = [row for row in result["contenders"] if _diagram(row)]
+    columns = min(4, len(rows))
+    lines = -(-len(rows) // columns)
+    size = (2.2 * columns, 2.3 * lines)
+    figure, panels = plt.subplots(
+        lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes in panels.flat:
+        axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
+    for axes, row in zip(panels.flat, rows, strict=False):
+        diagram, color = _diagram(row), BLUE if row["ours"] else ORANGE
+        assert diagram is not None
+        sizes = [5 + 100 * share for share in diagram["share"]]
+        axes.scatter(diagram["confidence"], diagram["accuracy"], s=sizes, color=color, alpha=0.8, linewidths=0)
+        axes.set_title(row["label"], fontsize=8)
+    figure.supxlabel("confidence", fontsize=9)
+    figure.supylabel("accuracy", fontsize=9)
+    return save(figure, path)
+
+
+def _draws(result: Row, path: Path) -> Path:
+    figure, axes = plt.subplots(figsize=(8.5, 3.8), layout="constrained")
+    curves = {
+        row["label"]: {int(count): one["mean"] for count, one in row["nll_by_draws"].items()}
+        for row in result["contenders"]
+        if row["nll_by_draws"] and all(one["mean"] is not None for one in row["nll_by_draws"].values())
+    }
+    at_mean = {row["label"]: row["scores"]["mean"]["nll"]["mean"] for row in result["contenders"]}
+    limit = _far([min(curve.values()) for curve in curves.values()] or [1.0])
+    for label, curve in curves.items():
+        if min(curve.values()) > limit:
+            axes.plot([], [], " ", label=f"{label}: not drawn")
+            continue
+        (line,) = axes.plot(list(curve), list(curve.values()), marker="o", markersize=3, label=label)
+        if at_mean[label] is not None and at_mean[label] <= limit:
+            axes.axhline(at_mean[label], color=line.get_color(), linestyle=":", linewidth=0.8)
+    counts = sorted({count for curve in curves.values() for count in curve})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set(xlabel="draws of the weights (dotted: at the mean)", ylabel="NLL", title=result["title"])
+    figure.legend(fontsize=7, loc="outside right upper")
+    return save(figure, path)
+
+
+def _time(result: Row, path: Path) -> Path:
+    rows = [row for row in result["contenders"] if row["cost"]]
+    figure, axes = plt.subplots(figsize=(7, 0.35 * len(rows) + 1.2), layout="constrained")
+    colors = [BLUE if row["ours"] else ORANGE for row in rows]
+    axes.barh([row["label"] for row in rows], [row["cost"]["gradient_ms"] for row in rows], color=colors)
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds of training for one gradient", title=result["title"])
+    return save(figure, path)

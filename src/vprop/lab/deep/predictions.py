@@ -1,0 +1,123 @@
+"""Predictions under many draws of the weights, in one pass: nothing but sums is kept of the single draws.
+
+A draw is made once and used for all batches, so that a draw costs a forward and little more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Averaged:
+    """Mean probabilities of one set of inputs, over so many draws, flat: (examples or characters, classes)."""
+
+    probs: Tensor
+    expected_entropy: Tensor
+    """The mean over draws of the entropy: what is not due to the weights."""
+    draws: int
+    nll_by_draws: dict[int, float] = field(default_factory=dict)
+    """The log-loss of the mean over the first 1, 2, 4, … draws, where labels were given."""
+
+
+@torch.no_grad()
+def averaged(
+    draws: Iterable[Forward],
+    sets: Mapping[str, Tensor],
+    labels: Mapping[str, Tensor],
+    rows: int,
+    autocast: torch.dtype | None = None,
+) -> dict[str, Averaged]:
+    """Over all ``draws``; forwards are of ``rows`` inputs each."""
+    sums: dict[str, Tensor] = {}
+    entropies: dict[str, Tensor] = {}
+    losses: dict[str, dict[int, float]] = {name: {} for name in sets}
+    count = 0
+    for count, forward in enumerate(draws, 1):
+        for name, x in sets.items():
+            probs = probabilities(forward, x, rows, autocast)
+            entropy = torch.special.entr(probs).sum(-1)
+            # float64: sums of 64 must not round what is left of a probability near 0
+            sums[name] = sums[name] + probs if name in sums else probs
+            entropies[name] = entropies[name] + entropy if name in entropies else entropy
+            if name in labels and count & (count - 1) == 0:
+                losses[name][count] = log_loss(sums[name] / count, labels[name])
+    for name in labels:
+        if count and count not in losses[name]:
+            losses[name][count] = log_loss(sums[name] / count, labels[name])
+    return {name: Averaged(sums[name] / count, entropies[name] / count, count, losses[name]) for name in sums}
+
+
+def probabilities(forward: Forward, x: Tensor, rows: int, autocast: torch.dtype | None = None) -> Tensor:
+    """In float64, with all dimensions but the last one flattened."""
+    parts = []
+    for part in x.split(rows):
+        with torch.autocast(x.device.type, autocast or torch.float16, enabled=autocast is not None):
+            logits = forward(part)
+        parts.append(logits.double().softmax(-1).flatten(0, -2))
+    return torch.cat(parts)
+
+
+def log_loss(probs: Tensor, labels: Tensor) -> float:
+    """The mean of −log p of the labels."""
+    return float(-of_labels(probs, labels).log().mean())
+
+
+def of_labels(probs: Tensor, labels: Tensor) -> Tensor:
+    """The probability of each label."""
+    return probs.gather(-1, labels.flatten()[:, None])[:, 0]
+
+
+# -- files, for ensembles --------------------------------------------------------------------------------------------
+
+
+def save_images(path: Path, at_mean: Mapping[str, Averaged], draws: Mapping[str, Averaged] | None, y: Tensor) -> None:
+    """Log-probabilities in 16 bits, which are exact to 0.0005 of their size, and expected entropies, by set."""
+    arrays = {"labels": y.cpu().numpy().astype(np.uint8)}
+    for kind, sets in (("mean", at_mean), ("draws", draws or {})):
+        for name, one in sets.items():
+            logs = one.probs.clamp_min(1e-30).log()
+            arrays[f"{kind}.{name}.logs"] = logs.cpu().numpy().astype(np.float16)
+            arrays[f"{kind}.{name}.expected_entropy"] = one.expected_entropy.cpu().numpy().astype(np.float16)
+    _write(path, arrays)
+
+
+def save_text(path: Path, at_mean: Averaged, draws: Averaged | None, y: Tensor) -> None:
+    """Of a text the log-probability of the characters that came, and of no others: they would be too many."""
+    arrays = {"mean.test.true": of_labels(at_mean.probs, y).log().cpu().numpy().astype(np.float32)}
+    if draws is not None:
+        arrays["draws.test.true"] = of_labels(draws.probs, y).log().cpu().numpy().astype(np.float32)
+    _write(path, arrays)
+
+
+def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part.npz")  # whole or not at all: a run may be stopped at any time
+    np.savez_compressed(partial, **arrays)  # type: ignore[arg-type]
+    partial.replace(path)
+
+
+def load(path: Path, kind: str) -> tuple[dict[str, Averaged], Tensor]:
+    """What :func:`save_images` kept at the mean or of the draws, and the labels."""
+    with np.load(path) as file:
+        names = [key.split(".")[1] for key in file.files if key.startswith(f"{kind}.") and key.endswith(".logs")]
+        sets = {}
+        for name in names:
+            logs = torch.from_numpy(file[f"{kind}.{name}.logs"].astype(np.float64))
+            entropy = torch.from_numpy(file[f"{kind}.{name}.expected_entropy"].astype(np.float64))
+            sets[name] = Averaged(logs.softmax(-1), entropy, 1)
+        return sets, torch.from_numpy(file["labels"].astype(np.int64))
+
+
+def load_text(path: Path, kind: str) -> Tensor:
+    """The probabilities that :func:`save_text` kept."""
+    with np.load(path) as file:
+        return torch.from_numpy(file[f"{kind}.test.true"].astype(np.float64)).exp()

@@ -1,0 +1,116 @@
+"""The protocol, the same for all: settings chosen on held-out training data with a seed of their own, then seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vprop.lab.deep.contenders import BY_NAME, DeepContender, Setting, taking_part
+from vprop.lab.deep.cost import DeepCost
+from vprop.lab.deep.laplace import LaplaceRun
+from vprop.lab.deep.run import DeepRun, Pretraining
+from vprop.lab.deep.tasks import BY_NAME as TASKS
+from vprop.lab.deep.tasks import TUNING_SEED, DeepTask, Part
+from vprop.lab.deep.workloads import How, pretrained_path
+from vprop.lab.engine.pool import Pool
+from vprop.lab.engine.store import Store
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The settings of a grid with their log-losses, as far as they were tried, and the one that is taken."""
+
+    setting: Setting
+    losses: tuple[float | None, ...]
+    """On held-out training data, in the order of the grid; ``None`` where it diverged or was not tried."""
+    complete: bool
+    """Whether all of them were tried."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where jobs come from: how they run, and where the data are."""
+
+    how: How
+    data_dir: Path | None = None
+
+    def run(self, task: DeepTask, contender: DeepContender, setting: Setting, seed: int, part: Part) -> DeepRun:
+        """A training, or what is made from one."""
+        if contender.kind == "laplace":
+            of = BY_NAME[contender.of]
+            around = self.run(task, of, self.choice(task, of).setting, seed, part)
+            fields = (task, contender.name, _items(setting), seed, part, around)
+            return LaplaceRun(*fields, how=self.how, data_dir=self.data_dir)
+        return DeepRun(task, contender.name, _items(setting), seed, part, how=self.how, data_dir=self.data_dir)
+
+    def tuning(self, task: DeepTask, contender: DeepContender) -> list[DeepRun]:
+        """One run for every setting of the grid; none where there is nothing to choose or nothing is trained."""
+        grid = contender.grid(task)
+        if len(grid) < 2 or contender.kind == "laplace":
+            return []
+        task = TASKS[task.tuned_on] if task.tuned_on else task
+        return [self.run(task, contender, setting, TUNING_SEED, "tuning") for setting in grid]
+
+    def choice(self, task: DeepTask, contender: DeepContender) -> Chosen:
+        """By the log-loss, of averaged predictions where there are any; the usual setting if nothing was tried."""
+        grid, store = contender.grid(task), Store(self.how.out / "runs")
+        tried = [store.load(run.key) for run in self.tuning(task, contender)]
+        losses = tuple(None if one is None else tuning_loss(one) for one in tried) or (None,) * len(grid)
+        usable = [(loss, i) for i, loss in enumerate(losses) if loss is not None]
+        setting = grid[min(usable)[1]] if usable else grid[0]
+        return Chosen(setting, losses, all(one is not None for one in tried))
+
+    def cost(self, task: DeepTask, contender: DeepContender) -> DeepCost:
+        """Timed at the usual setting: the time of a step does not depend on the numbers in it."""
+        setting = _items(contender.grid(task)[0])
+        return DeepCost(task, contender.name, setting, how=self.how, data_dir=self.data_dir)
+
+    def pretraining(self, task: DeepTask) -> Pretraining:
+        """By AdamW with the settings that are usual for such networks."""
+        setting = (("lr", 1e-3), ("weight_decay", 0.1), ("beta2", 0.99))
+        return Pretraining(task, "adamw", setting, how=self.how, data_dir=self.data_dir)
+
+
+def tuning_loss(result: dict[str, Any]) -> float | None:
+    """What a setting is chosen by."""
+    scores = result["scores"]
+    return scores.get("averaged", scores["mean"])["nll"]
+
+
+def run_task(
+    task: DeepTask,
+    contenders: Iterable[DeepContender],
+    seeds: Iterable[int],
+    stages: Iterable[str],
+    bench: Bench,
+    pool: Pool,
+) -> None:
+    """What is asked for of one task; what was run before is not run again."""
+    chosen = [one for one in taking_part(task) if one in tuple(contenders)]
+    if task.pretraining and not pretrained_path(task, bench.how).is_file():
+        pretraining = bench.pretraining(task)
+        pool.store.forget(pretraining.key)  # the figure may have been kept without the network
+        if not pool.run_all(f"{task.name}: before adapters", [pretraining]):
+            return
+    if "tuning" in stages:
+        pool.run_all(f"{task.name}: settings", [run for one in chosen for run in bench.tuning(task, one)])
+    if "seeds" in stages:
+        trained = [one for one in chosen if one.kind != "laplace"]
+        for group in (trained, [one for one in chosen if one.kind == "laplace"]):
+            # all contenders with the first seed, then with the second: a table can be made at any time
+            settings = {one.name: bench.choice(task, one).setting for one in group}
+            jobs = [bench.run(task, one, settings[one.name], seed, "final") for seed in seeds for one in group]
+            if jobs:
+                pool.run_all(f"{task.name}: seeds", jobs)
+
+
+def run_cost(task: DeepTask, contenders: Iterable[DeepContender], bench: Bench, pool: Pool) -> None:
+    """One after the other, with nothing beside them; ``pool`` has one worker."""
+    timed = [one for one in taking_part(task) if one in tuple(contenders) and one.kind not in ("swag", "laplace")]
+    pool.run_all(f"{task.name}: cost", [bench.cost(task, one) for one in timed])
+
+
+def _items(setting: Setting) -> tuple[tuple[str, float], ...]:
+    return tuple(setting.items())

@@ -1,0 +1,140 @@
+"""What is known of a task, from kept runs: one dictionary of figures, which tables and plots are made from."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vprop.lab.deep import groups
+from vprop.lab.deep.contenders import BY_NAME, GROUPS, DeepContender, Group, Setting, taking_part
+from vprop.lab.deep.protocol import Bench
+from vprop.lab.deep.run import DeepRun, predictions_path
+from vprop.lab.deep.tasks import TUNING_SEED, DeepTask
+from vprop.lab.engine.store import Store
+
+Result = dict[str, Any]
+MOST_SEEDS = 10
+"""Seeds that are looked for."""
+
+
+def collect(task: DeepTask, bench: Bench) -> Result | None:
+    """All figures of the task; ``None`` if there is no run with a reported seed."""
+    store = Store(bench.how.out / "runs")
+    rows = [row for one in taking_part(task) if (row := _row(task, one, bench, store)) is not None]
+    if not rows:
+        return None
+    runs = [run for row in rows for run in row.pop("runs")]
+    return {
+        "task": task.name,
+        "title": task.title,
+        "settings": task.shown(),
+        "tuning_seed": TUNING_SEED,
+        "environment": runs[0]["environment"],
+        "code": sorted({run["code"] for run in runs}),
+        "contenders": rows,
+        "groups": [row for group in GROUPS if (row := _group_row(task, group, bench, store)) is not None],
+    }
+
+
+def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -> Result | None:
+    choice = bench.choice(task, contender)
+    setting, runs = shown_setting(task, contender, bench, store)
+    if not runs:
+        return None
+    results = [result for _, result in runs]
+    kinds = list(results[0]["scores"])
+    cost = store.load(bench.cost(task, contender).key) if contender.make is not None else None
+    counts = results[0]["nll_by_draws"]
+    return {
+        "name": contender.name,
+        "label": contender.label,
+        "kind": contender.kind,
+        "ours": contender.ours,
+        "setting": setting,
+        "tuned": choice.complete and setting == choice.setting,
+        "grid": [
+            {**one, "nll": loss} for one, loss in zip(contender.grid(task), choice.losses, strict=True)
+        ],
+        "seeds": [run.seed for run, _ in runs],
+        "steps": results[0]["steps"],
+        "gradients": results[0]["steps"] * contender.gradients,
+        "scores": {kind: _over_seeds([one["scores"][kind] for one in results]) for kind in kinds},
+        "outliers": {
+            kind: {
+                name: _over_seeds([one["outliers"][kind][name] for one in results])
+                for name in results[0]["outliers"][kind]
+            }
+            for kind in kinds
+        },
+        "nll_by_draws": _over_seeds([one["nll_by_draws"] for one in results]) if counts else {},
+        "diagrams": results[0]["diagrams"],
+        "sigma": results[0]["sigma"],
+        "cost": None if cost is None else {k: v for k, v in cost.items() if k not in ("job", "environment", "seconds")},
+        "runs": results,
+    }  # fmt: skip
+
+
+def shown_setting(
+    task: DeepTask, contender: DeepContender, bench: Bench, store: Store
+) -> tuple[Setting, list[tuple[DeepRun, Result]]]:
+    """The chosen setting and its runs; another one of the grid, with the most runs, if the chosen one has none."""
+    chosen = bench.choice(task, contender).setting
+    runs = {i: _runs(task, contender, one, bench, store) for i, one in enumerate(contender.grid(task))}
+    at = contender.grid(task).index(chosen)
+    if not runs[at]:
+        at = max(runs, key=lambda i: len(runs[i]))
+    return contender.grid(task)[at], runs[at]
+
+
+def _runs(
+    task: DeepTask, contender: DeepContender, setting: Setting, bench: Bench, store: Store
+) -> list[tuple[DeepRun, Result]]:
+    jobs = (bench.run(task, contender, setting, seed, "final") for seed in range(MOST_SEEDS))
+    return [(job, result) for job in jobs if (result := store.load(job.key)) is not None]
+
+
+def _group_row(task: DeepTask, group: Group, bench: Bench, store: Store) -> Result | None:
+    """As many groups as the seeds make, none with a member of another."""
+    contender = BY_NAME[group.of]
+    if not contender.grid(task):
+        return None
+    setting, runs = shown_setting(task, contender, bench, store)
+    paths = [path for run, _ in runs if (path := predictions_path(run)).is_file()]
+    sets = [paths[i : i + group.members] for i in range(0, len(paths) - group.members + 1, group.members)]
+    if not sets:
+        return None
+    score = groups.of_images if task.of_images else groups.of_text
+    results = [score(one, group.averaged) for one in sets]
+    return {
+        "name": group.name,
+        "label": group.label,
+        "of": group.of,
+        "members": group.members,
+        "averaged": group.averaged,
+        "ours": contender.ours,
+        "setting": setting,
+        "groups": len(sets),
+        "scores": _over_seeds([one["scores"] for one in results]),
+        "outliers": {name: _over_seeds([one["outliers"][name] for one in results]) for name in results[0]["outliers"]},
+        "diagram": results[0]["diagram"],
+    }
+
+
+def _over_seeds(scores: Sequence[dict[str, float | None]]) -> dict[str, dict[str, float | None]]:
+    """Mean and standard deviation of each score."""
+    return {name: mean_and_spread([one[name] for one in scores]) for name in scores[0]}
+
+
+def mean_and_spread(values: Iterable[float | None]) -> dict[str, float | None]:
+    """``None`` if a run diverged, and for the spread of a single run.
+
+    >>> mean_and_spread([1.0, 3.0]), mean_and_spread([1.0]), mean_and_spread([1.0, None])
+    ({'mean': 2.0, 'std': 1.414214}, {'mean': 1.0, 'std': None}, {'mean': None, 'std': None})
+    """
+    numbers = list(values)
+    known = [value for value in numbers if value is not None]
+    if len(known) < len(numbers):
+        return {"mean": None, "std": None}
+    spread = round(statistics.stdev(known), 6) if len(known) > 1 else None
+    return {"mean": round(statistics.fmean(known), 6), "std": spread}

@@ -1,0 +1,212 @@
+"""Runs of `vprop compare deep`: equal budgets, choices without test data, and runs that are stopped and go on."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from vprop.lab.deep import contenders
+from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
+from vprop.lab.deep.pool import TimedPool
+from vprop.lab.deep.protocol import Bench
+from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
+from vprop.lab.deep.workloads import How
+from vprop.lab.engine.job import Job
+from vprop.lab.engine.store import Store, write_json
+
+IMAGES = SHORT[0]
+
+
+def bench(out):
+    return Bench(How(out))
+
+
+# -- the configuration -----------------------------------------------------------------------------------------------
+
+
+def test_names_are_unique_and_known():
+    assert len({task.name for task in (*TASKS, *SHORT)}) == len(BY_NAME)
+    assert len({one.name for one in (*CONTENDERS, *GROUPS)}) == len(CONTENDERS) + len(GROUPS)
+    assert all(task.tuned_on is None or task.tuned_on in BY_NAME for task in TASKS)
+    assert all(group.of in contenders.BY_NAME for group in GROUPS)
+    assert all(one.of in contenders.BY_NAME for one in CONTENDERS if one.of)
+
+
+@pytest.mark.parametrize("task", [*TASKS, *SHORT], ids=lambda task: task.name)
+def test_grids_are_small_and_without_repeats(task):
+    for one in taking_part(task):
+        grid = one.grid(task)
+        assert 1 <= len(grid) <= 4
+        assert len({tuple(sorted(setting.items())) for setting in grid}) == len(grid)
+    assert {"adamw", "vario"} <= {one.name for one in taking_part(task)}
+    if task.tuned_on is not None:
+        other = BY_NAME[task.tuned_on]
+        assert other.family == task.family
+        assert other.tuned_on is None
+
+
+@pytest.mark.parametrize("name", [one.name for one in taking_part(IMAGES) if one.make is not None])
+def test_every_contender_evaluates_the_gradients_it_may(name, tmp_path, monkeypatch):
+    one = contenders.BY_NAME[name]
+    if not one.installed():
+        pytest.skip(f"{one.needs} is not installed")
+    calls = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda t, *a, **k: calls.append(1) or backward(t, *a, **k))
+    result = bench(tmp_path).run(IMAGES, one, one.grid(IMAGES)[0], 0, "final").execute()
+    assert len(calls) == 2 * (200 // 16) == result["steps"] * one.gradients
+    assert result["scores"]["mean"]["nll"] is not None
+    assert ("averaged" in result["scores"]) == (one.kind != "point")
+    json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.parametrize("count", [200, 50_000])
+@pytest.mark.parametrize("make", [contenders.floored, contenders.centred, contenders.ivon])
+def test_sigma_is_the_noise_however_many_data_there_are(make, count):
+    """Where the gradient says nothing; and a step is SGD's with momentum, of size speed/10."""
+    model = torch.nn.Linear(50, 1, bias=False)
+    facts = {"num_data": count, "batch_size": 16, "seed": 0}
+    optimizer = make(model.parameters(), facts, sigma=0.008, decay=1e-6)
+
+    def closure(slope=0.0):
+        optimizer.zero_grad()
+        loss = slope * model.weight.sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    sigma = optimizer.posterior(model).variance["weight"].sqrt()
+    torch.testing.assert_close(sigma, torch.full_like(sigma, 0.008), rtol=5e-3, atol=0)
+    before = model.weight.detach().clone()
+    optimizer.step(lambda: closure(1e-4))
+    # the average of a zero and a slope, debiased: 0.1/(1 − 0.9²) of it, times the speed, 1
+    moved = (before - model.weight.detach()).mean() / (1e-4 * 0.1 / (1 - 0.9**2))
+    assert float(moved) == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_tuning_run_is_shorter_and_on_held_out_data(tmp_path):
+    task, one = replace(IMAGES, epochs=4, tuning_share=0.5), contenders.BY_NAME["sgd"]
+    result = bench(tmp_path).run(task, one, {"lr": 0.1}, 100, "tuning").execute()
+    assert result["steps"] == 2 * (150 // 16)
+    assert not result["outliers"]["mean"]
+    assert not (tmp_path / "predictions").exists()
+
+
+# -- keys and choices ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_known_by_what_was_asked_for_and_not_by_how():
+    def key(task=IMAGES, how=None, seed=0, **setting):
+        one = contenders.BY_NAME["sgd"]
+        return Bench(how or How()).run(task, one, {"lr": 0.1, **setting}, seed, "final").key
+
+    assert key() == key(how=How(Path("elsewhere"), "cuda", ("compile",), 5.0))
+    assert key() == key(replace(IMAGES, title="another"))
+    others = [key(seed=1), key(weight_decay=0.1), key(replace(IMAGES, epochs=3)), key(replace(IMAGES, norm="frn"))]
+    assert len({key(), *others}) == 5
+
+
+def stored(place, task, name, losses):
+    one = contenders.BY_NAME[name]
+    for job, loss in zip(place.tuning(task, one), losses, strict=True):
+        if loss != "not run":
+            scores = {"mean": {"nll": 9.0}, "averaged": {"nll": loss}}
+            write_json(place.how.out / "runs" / f"{job.key}.json", {"scores": scores})
+    return place.choice(task, one)
+
+
+def test_the_setting_with_the_smallest_loss_is_taken(tmp_path):
+    grid = contenders.BY_NAME["vario"].grid(IMAGES)
+    choice = stored(bench(tmp_path), IMAGES, "vario", (0.5, None, 0.3, 0.4))
+    assert choice.setting == grid[2]
+    assert choice.complete
+    assert choice.losses == (0.5, None, 0.3, 0.4)
+
+
+def test_without_tuning_the_first_setting_is_taken_and_said_to_be_untuned(tmp_path):
+    grid = contenders.BY_NAME["vario"].grid(IMAGES)
+    choice = bench(tmp_path).choice(IMAGES, contenders.BY_NAME["vario"])
+    assert (choice.setting, choice.complete) == (grid[0], False)
+    choice = stored(bench(tmp_path), IMAGES, "vario", (0.5, 0.4, "not run", "not run"))
+    assert (choice.setting, choice.complete) == (grid[1], False)
+
+
+def test_a_task_can_take_the_settings_of_another(tmp_path):
+    place, one = bench(tmp_path), contenders.BY_NAME["sgd"]
+    runs = place.tuning(BY_NAME["cifar10"], one)
+    assert {run.task.name for run in runs} == {"cifar10-40"}
+    assert [run.key for run in runs] == [run.key for run in place.tuning(BY_NAME["cifar10-40"], one)]
+    assert {(run.part, run.seed) for run in runs} == {("tuning", 100)}
+
+
+# -- the pool --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Small(Job):
+    number: int
+    fails: bool = False
+
+    def compute(self):
+        if self.fails:
+            raise RuntimeError("this one\nfails")
+        return {"number": self.number}
+
+    @property
+    def key(self):
+        return f"small-{self.number}"
+
+
+def pool(folder, workers=1, stop_at=None):
+    return TimedPool(Store(folder), Console(file=StringIO(), width=200), workers, stop_at)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_fails_stops_no_other(tmp_path, workers):
+    ours = pool(tmp_path, workers)
+    done = ours.run_all("small", [Small(0), Small(1, fails=True), Small(2)])
+    ours.close()
+    assert {result["number"] for result in done.values()} == {0, 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small-0.json", "small-2.json"]
+    assert "RuntimeError: this one" in ours.failures["small-1"]
+    assert "small-1 failed: RuntimeError: this one" in ours.console.file.getvalue()
+
+
+def test_what_was_kept_is_not_run_again(tmp_path):
+    pool(tmp_path).run_all("small", [Small(0)])
+    again = pool(tmp_path).run_all("small", [Small(0, fails=True)])
+    assert again["small-0"]["number"] == 0
+
+
+def test_no_run_is_begun_that_has_no_time(tmp_path):
+    ours = pool(tmp_path, stop_at=time.time() - 1)
+    assert ours.run_all("small", [Small(0)]) == {}
+    assert ours.unfinished == ["small-0"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw-dropout", "swag", "vario", "ivon", "vprop-centred"])
+def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(name, tmp_path, monkeypatch):
+    task, one = replace(IMAGES, epochs=4), contenders.BY_NAME[name]
+    setting = one.grid(task)[0]
+    whole = bench(tmp_path / "whole").run(task, one, setting, 0, "final").execute()
+    place = Bench(How(tmp_path / "parts", stop_at=100.0))
+    job = place.run(task, one, setting, 0, "final")
+    left = tmp_path / "parts" / "unfinished" / f"{job.key}.pt"
+    for _ in range(2 if one.gradients == 1 else 1):  # of four epochs, or of two
+        monkeypatch.setattr("vprop.lab.deep.run.now", lambda: 101.0)
+        ours = pool(tmp_path / "parts" / "runs")
+        assert ours.run_all("one", [job]) == {}
+        assert (ours.unfinished, ours.failures) == ([job.key], {})
+        assert left.is_file()
+    monkeypatch.setattr("vprop.lab.deep.run.now", lambda: 99.0)
+    parts = job.execute()
+    assert parts["scores"] == whole["scores"]
+    assert parts["steps"] == whole["steps"]
+    assert not left.exists()
