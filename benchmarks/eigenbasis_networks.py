@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 import statistics
@@ -19,6 +18,11 @@ from torch import Tensor, nn
 import vprop
 from vprop import metrics
 from vprop.lab.bench.models import gpt_task
+from vprop.lab.data import files
+from vprop.lab.deep.data import random_windows
+from vprop.lab.deep.gpt import CharacterGPT, next_character_loss
+from vprop.lab.deep.networks import resnet20
+from vprop.lab.deep.training import flips_and_crops
 from vprop.structures.matrices import sides_of
 
 DATA = Path(os.environ.get("VPROP_DATA", "."))
@@ -90,58 +94,6 @@ class Gradients:
 # -- a GPT on characters ---------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Attention and two layers."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.back = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.heads = heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Both added to the input."""
-        parts = self.attention(self.first(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*parts, is_causal=True)
-        x = x + self.back(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
-
-
-class CharacterGPT(nn.Module):
-    """Without dropout."""
-
-    def __init__(self, layers: int, heads: int, width: int, vocabulary: int, context: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                out = name.endswith(("back.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if out else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of the next character at every place."""
-        places = torch.arange(x.shape[1], device=x.device)
-        return self.head(self.norm(self.blocks(self.tokens(x) + self.positions(places))))
-
-
-def character_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """The mean over characters."""
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-def windows(text: Tensor, batch: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random pieces of a text, and the characters that follow."""
-    starts = torch.randint(len(text) - context - 1, (batch, 1), generator=generator, device=text.device)
-    places = starts + torch.arange(context + 1, device=text.device)
-    pieces = text[places]
-    return pieces[:, :-1], pieces[:, 1:]
-
-
 @torch.no_grad()
 def text_losses(model: nn.Module, posterior: Any, text: Tensor, context: int, samples: int) -> tuple[float, float]:
     """Of the next character, at the mean and under the posterior: the log of the mean probability over samples."""
@@ -175,7 +127,8 @@ def gpt(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     another seed on the rest.
     """
     short, device = arguments.short, torch.device(arguments.device)
-    shape, batch, steps, samples = ((2, 2, 32), 4, 5, 2) if short else ((6, 6, 384), 64, 2500, 16)
+    layers, heads, width = (2, 2, 32) if short else (6, 6, 384)
+    batch, steps, samples = (4, 5, 2) if short else (64, 2500, 16)
     context = 16 if short else 256
     torch.set_float32_matmul_precision("high")
     raw = (DATA / "text" / "tinyshakespeare.txt").read_text()
@@ -187,11 +140,11 @@ def gpt(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     def run(structure: str, lr: float, seed: int, steps: int, tuning: bool) -> dict[str, Any]:
         own, judged = (train[: len(train) * 19 // 20], train[len(train) * 19 // 20 :]) if tuning else (train, held_out)
         torch.manual_seed(seed)
-        model = CharacterGPT(*shape, len(letters), context).to(device)
+        model = CharacterGPT(len(letters), context, layers, width, heads).to(device)
         optimizer = vario(
             model,
             structure,
-            matrices=lambda name, p: p.dim() == 2 and "tokens" not in name and "positions" not in name,
+            matrices=lambda name, p: p.dim() == 2 and not name.startswith(("character.", "place.")),
             lr=lr,
             num_data=len(own),
             batch_size=batch,
@@ -199,12 +152,12 @@ def gpt(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             max_basis_dim=max(arguments.max_basis_dim, 1536),
         )
         generator = torch.Generator(device).manual_seed(seed)
-        gradients = Gradients(model, character_loss, *windows(own, batch, context, generator))
+        gradients = Gradients(model, next_character_loss, *random_windows(own, batch, context, generator))
         started = synchronize(device)
         for step in range(steps):
             schedule(optimizer, lr, step, steps)
             with optimizer.sampled_params():
-                gradients(*windows(own, batch, context, generator))
+                gradients(*random_windows(own, batch, context, generator))
             optimizer.step()
         seconds = synchronize(device) - started
         mean, posterior = text_losses(model, optimizer.posterior(model), judged, context, samples)
@@ -231,57 +184,11 @@ def gpt(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 # -- ResNet-20 on CIFAR-10 -------------------------------------------------------------------------------------------
 
 
-class Residual(nn.Module):
-    """Two convolutions with BatchNorm, and the input added."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.first_norm, self.second_norm = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
-        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.stride, self.padding = stride, outputs - inputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Channels that the input lacks are zero."""
-        out = self.second_norm(self.second(F.relu(self.first_norm(self.first(x)))))
-        return F.relu(out + F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.padding)))
-
-
-def resnet20() -> nn.Module:
-    """16, 32 and 64 channels, 0.27 million weights."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    inputs = 16
-    for outputs in (16, 32, 64):
-        for i in range(3):
-            layers.append(Residual(inputs, outputs, 2 if i == 0 and outputs > 16 else 1))
-            inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-
-def cifar(split: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images of mean 0 and variance 1, and labels."""
-    file = DATA / "cifar10" / "load.py"
-    spec = importlib.util.spec_from_file_location("cifar_load", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    images, labels = module.load(split)
-    x = torch.from_numpy(images).to(device).permute(0, 3, 1, 2).float() / 255
+def normalized(images: Tensor, device: torch.device) -> Tensor:
+    """Images of mean 0 and variance 1."""
+    x = images.to(device).float() / 255
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)))
-    return (x - mean) / std, torch.from_numpy(labels).long().to(device)
-
-
-def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Flipped half of the time, and moved by up to four pixels."""
-    count, channels, height, width = x.shape
-    flip = torch.rand(count, 1, 1, 1, generator=generator, device=x.device) < 0.5
-    padded = F.pad(torch.where(flip, x.flip(-1), x), (4, 4, 4, 4))
-    shift = torch.randint(0, 9, (2, count), generator=generator, device=x.device)
-    rows = (shift[0, :, None] + torch.arange(height, device=x.device))[:, None, :, None]
-    columns = (shift[1, :, None] + torch.arange(width, device=x.device))[:, None, None, :]
-    image = torch.arange(count, device=x.device)[:, None, None, None]
-    return padded[image, torch.arange(channels, device=x.device)[None, :, None, None], rows, columns]
+    return (x - mean) / std
 
 
 def resnet(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -293,7 +200,7 @@ def resnet(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         x, y = torch.randn(16, 3, 32, 32, device=device), torch.arange(16, device=device) % 10
         train, test = (x, y), (x, y)
     else:
-        train, test = cifar("train", device), cifar("test", device)
+        train, test = ((normalized(x, device), y.to(device)) for x, y in files.cifar10(None))
 
     def run(structure: str, lr: float, seed: int, tuning: bool) -> dict[str, Any]:
         x, y = train
@@ -302,7 +209,7 @@ def resnet(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             (x, judged_x), (y, judged_y) = (t.split([len(t) * 9 // 10, len(t) - len(t) * 9 // 10]) for t in train)
             judged = judged_x, judged_y
         torch.manual_seed(seed)
-        model = resnet20().to(device)
+        model = resnet20(3).to(device)
         optimizer = vario(
             model,
             structure,
@@ -314,6 +221,7 @@ def resnet(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             max_basis_dim=arguments.max_basis_dim,
         )
         generator = torch.Generator(device).manual_seed(seed)
+        change = flips_and_crops(generator)
         model.train()
         gradients = Gradients(model, F.cross_entropy, x[:batch], y[:batch])
         batches, step = len(x) // batch, 0
@@ -324,7 +232,7 @@ def resnet(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 schedule(optimizer, lr, step, epochs * batches)
                 step += 1
                 with optimizer.sampled_params():
-                    gradients(augmented(x[rows], generator), y[rows])
+                    gradients(change(x[rows]), y[rows])
                 optimizer.step()
         seconds = synchronize(device) - started
         row: dict[str, Any] = {"structure": structure, "lr": lr, "seed": seed, "tuning": tuning, "seconds": seconds}
