@@ -142,6 +142,10 @@ def test_the_page_on_the_eigenbasis_says_what_was_measured():
         assert f"{row['elbo']:.1f} ± {row['elbo_std']:.1f}" in text, row["method"]
     for row in [*results_of("concrete"), *results_of("energy")]:
         assert f"{row['log_likelihood']:.3f} ± {row['std']:.3f}" in text, row["structure"]
+    for row in results_of("step"):
+        assert f"{1000 * row['seconds']:.1f} ms" in text, row["name"]
+    for row in results_of("gpt")[:2]:
+        assert f"| {row['structure']} | {row['mean']:.3f} | {row['posterior']:.3f} |" in text
 
 
 def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
