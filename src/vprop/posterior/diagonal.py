@@ -88,25 +88,13 @@ class DiagonalPosterior(Posterior):
             terms.append(-0.5 * ((weights[name].to(mean) - mean).square() / variance + (2 * math.pi * variance).log()))
         return _total(terms)
 
-    @torch.no_grad()
     def entropy(self) -> Tensor:
         """½ Σ log 2πeσ²."""
-        return _total([0.5 * (2 * math.pi * math.e * variance).log() for variance in self._variance.values()])
+        return independent_entropy(self._variance)
 
-    @torch.no_grad()
     def kl(self) -> Tensor:
         """½ Σ [ λσ² + λ(μ−m₀)² − 1 − log λσ² ]."""
-        terms = []
-        for name, mean in self.mean.items():
-            precision, distance = self.prior.precision[name], mean - self.prior.mean[name]
-            if not bool((precision > 0).all()):
-                raise ValueError(
-                    f"The KL divergence to a flat prior is infinite: {name!r} has prior_precision 0. Train with "
-                    "prior_precision > 0 for a KL or an ELBO."
-                )
-            scaled = precision * self._variance[name]
-            terms.append(0.5 * (scaled + precision * distance.square() - 1 - scaled.log()))
-        return _total(terms)
+        return independent_kl(self.mean, self._variance, self.prior)
 
     def as_prior(self) -> dict[str, list[Tensor]]:
         """``prior_mean`` and ``prior_precision`` for the next optimizer, in the order of ``mean``.
@@ -181,6 +169,28 @@ class DiagonalPosterior(Posterior):
     def _given_zeros(self, kept: Tensor) -> DiagonalPosterior:
         mean, variance = self._flat(self.mean)[kept], self._flat(self._variance)[kept]
         return DiagonalPosterior(self.model, {KEPT: mean}, {KEPT: variance}, kept_prior(self, kept), **rest_of(self))
+
+
+@torch.no_grad()
+def independent_entropy(variances: Mapping[str, Tensor]) -> Tensor:
+    """½ Σ log 2πeσ², of independent weights or directions."""
+    return _total([0.5 * (2 * math.pi * math.e * variance).log() for variance in variances.values()])
+
+
+@torch.no_grad()
+def independent_kl(means: Mapping[str, Tensor], variances: Mapping[str, Tensor], prior: GaussianPrior) -> Tensor:
+    """½ Σ [ λσ² + λ(μ−m₀)² − 1 − log λσ² ], of independent weights or, for one λ each, directions."""
+    terms = []
+    for name, mean in means.items():
+        precision, distance = prior.precision[name], mean - prior.mean[name]
+        if not bool((precision > 0).all()):
+            raise ValueError(
+                f"The KL divergence to a flat prior is infinite: {name!r} has prior_precision 0. Train with "
+                "prior_precision > 0 for a KL or an ELBO."
+            )
+        scaled = precision * variances[name]
+        terms.append(0.5 * (scaled + precision * distance.square() - 1 - scaled.log()))
+    return _total(terms)
 
 
 def _total(terms: list[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vprop.functional import eigenbasis
 from vprop.posterior._base import Posterior
 from vprop.posterior._kept import rest_of
-from vprop.posterior.diagonal import DiagonalPosterior, _total
+from vprop.posterior.diagonal import DiagonalPosterior, _total, independent_entropy, independent_kl
 from vprop.posterior.forgetting import lost_positivity
 from vprop.posterior.prior import GaussianPrior
 
@@ -105,25 +105,13 @@ class EigenbasisPosterior(Posterior):
             terms.append(-0.5 * (distance.square() / variance + (2 * math.pi * variance).log()))
         return _total(terms)
 
-    @torch.no_grad()
     def entropy(self) -> Tensor:
         """½ Σ log 2πeσ̃²."""
-        return _total([0.5 * (2 * math.pi * math.e * variance).log() for variance in self.rotated_variance.values()])
+        return independent_entropy(self.rotated_variance)
 
-    @torch.no_grad()
     def kl(self) -> Tensor:
         """½ Σ [ λσ̃² + λ(μ−m₀)² − 1 − log λσ̃² ]: an isotropic prior is the same in every basis."""
-        terms = []
-        for name, mean in self.mean.items():
-            precision, distance = self.prior.precision[name], mean - self.prior.mean[name]
-            if not bool((precision > 0).all()):
-                raise ValueError(
-                    f"The KL divergence to a flat prior is infinite: {name!r} has prior_precision 0. Train with "
-                    "prior_precision > 0 for a KL or an ELBO."
-                )
-            scaled = precision * self.rotated_variance[name]
-            terms.append(0.5 * (scaled + precision * distance.square() - 1 - scaled.log()))
-        return _total(terms)
+        return independent_kl(self.mean, self.rotated_variance, self.prior)
 
     @torch.no_grad()
     def as_diagonal(self) -> DiagonalPosterior:
