@@ -47,6 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pictures = arguments.pictures
     result = {
+        "command": "python benchmarks/decisions.py --json benchmarks/results/decisions.json --pictures docs",
         "environment": environment(),
         "seeds": arguments.seeds,
         "classification": _summary([classification(seed, pictures) for seed in range(arguments.seeds)]),

@@ -231,7 +231,8 @@ if __name__ == "__main__":
     else:
         found = run(range(arguments.first_seed, arguments.first_seed + arguments.seeds), arguments.short)
         if arguments.json:
-            content = {"environment": environment(), "results": found}
+            command = "python benchmarks/examples_left_out.py --json benchmarks/results/examples-left-out.json"
+            content = {"command": command, "environment": environment(), "results": found}
             arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.plot:
         plot(found, arguments.plot)

@@ -120,7 +120,8 @@ if __name__ == "__main__":
     else:
         found = run(arguments.seeds, arguments.short)
         if arguments.json:
-            content = {"environment": environment(), "results": found}
+            command = "python benchmarks/pruning.py --json benchmarks/results/pruning.json"
+            content = {"command": command, "environment": environment(), "results": found}
             arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.plot:
         plot(found, arguments.plot)

@@ -107,9 +107,11 @@ class DeepRun(DeepJob):
         with warnings.catch_warnings(), torch.random.fork_rng(enabled=self.how.device == "cpu", devices=[]):
             warnings.simplefilter("ignore", RuntimeWarning)  # a diverging run says so by its scores
             torch.manual_seed(self.seed)
-            torch.backends.cudnn.benchmark = "cudnn-benchmark" in self.how.fast
             try:
-                return self._compute()
+                if "cudnn-benchmark" not in self.how.fast:
+                    return self._compute()
+                with torch.backends.cudnn.flags(benchmark=True):
+                    return self._compute()
             finally:
                 gc.collect()
                 if self.how.device.startswith("cuda"):
