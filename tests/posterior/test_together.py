@@ -185,3 +185,158 @@ def test_draws_of_a_mixture_are_those_of_its_models(data):
         apart = torch.stack([model(x) for model in mixture.sampled_models(7, seed=3)])
     torch.testing.assert_close(mixture.predict(x, 7, seed=3).samples, apart)
     assert [len(samples) for _, samples in mixture._shared_out(800, 0)] == [100, 200, 500]
+
+
+# -- what a last layer, a number among the parameters and a calibration must not change --------------------------------
+
+
+class Ended(nn.Module):
+    """A head, and what is done with its output."""
+
+    def __init__(self, end, head=None):
+        super().__init__()
+        self.body = nn.Linear(2, 3)
+        self.head = nn.Linear(3, 2) if head is None else head
+        self.end = end
+
+    def forward(self, x):
+        return self.end(self.head(torch.tanh(self.body(x))))
+
+
+def small_posterior(model, **arguments):
+    model = model.double()
+    optimizer = vprop.Vprop(model.parameters(), num_data=50, hess_init=1.0)
+    return optimizer.posterior(model, likelihood="gaussian", **arguments)
+
+
+@pytest.mark.parametrize(
+    "end", [nn.ReLU(inplace=True), lambda out: out.div_(4), lambda out: out.view(-1).mul_(2).view(-1, 2)]
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_head_whose_output_is_written_into_is_refused(end, mode):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        q = small_posterior(Ended(end))
+    with mode(), pytest.raises(ValueError, match="something is done with it afterwards"):
+        q.last_layer("head").predict(torch.full((4, 2), -3.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_head_that_writes_into_its_input_gets_the_same_for_every_draw(mode):
+    head = nn.Sequential(nn.SiLU(inplace=True), nn.Linear(3, 2))
+    q = small_posterior(Ended(nn.Identity(), head))._with_variance_times(1e-30)
+    x = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with mode():
+        torch.testing.assert_close(q.last_layer("head").predict(x, 3).samples, q.predict(x, 3).samples)
+        torch.testing.assert_close(
+            q.last_layer("head").predict(x, method="linearized").output_mean, q.predict(x, 1).samples[0]
+        )
+
+
+class Scaled(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        self.linear = nn.Linear(2, outputs)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize(("outputs", "rows"), [(1, 4), (3, 3), (3, 1), (2, 5)])
+@pytest.mark.parametrize("optimizer", [vprop.Vprop, vprop.VONG])
+def test_a_number_among_the_parameters_is_one_column(optimizer, outputs, rows):
+    model = Scaled(outputs).double()
+    q = optimizer(model.parameters(), num_data=20, hess_init=1.0).posterior(model, likelihood="gaussian")
+    x = torch.randn(rows, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    jacobian = torch.func.jacrev(lambda w: torch.func.functional_call(model, w, x))(dict(q.mean))
+    flat = torch.cat([jacobian[name].reshape(rows, outputs, -1) for name in q.mean], -1)
+    expected = flat @ covariance_of(q) @ flat.mT
+    torch.testing.assert_close(q.predict(x, method="linearized").output_covariance, expected)
+    y = torch.zeros(rows, outputs, dtype=torch.float64)
+    assert len(q.sensitivity((x, y))) == rows
+
+
+def exact_regression(noise):
+    """Three weights, thirty rows: the exact posterior, of all rows or of all but the first two."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(30, 3, dtype=torch.float64, generator=generator)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64)
+    y = y + 0.5 * torch.randn(30, 1, dtype=torch.float64, generator=generator)
+
+    def of(rows, ess):
+        precision = x[rows].T @ x[rows] / noise + torch.eye(3, dtype=torch.float64)
+        mean = torch.linalg.solve(precision, x[rows].T @ y[rows] / noise)
+        prior = vprop.posterior.GaussianPrior(
+            {"weight": torch.zeros((), dtype=torch.float64)}, {"weight": torch.ones((), dtype=torch.float64)}
+        )
+        return vprop.posterior.FullPosterior(
+            nn.Linear(3, 1, bias=False).double(), {"weight": mean.T.contiguous()}, precision, prior, ess=ess,
+            temperature=1.0, likelihood="gaussian", noise_variance=noise,
+        )  # fmt: skip
+
+    return x, y, of(slice(None), 30.0), of(slice(2, None), 28.0)
+
+
+@pytest.mark.parametrize(("noise_scale", "variance_scale"), [(1.0, 1.0), (8.0, 1.0), (1.0, 0.5), (3.0, 2.0)])
+def test_forgetting_does_not_depend_on_calibration(noise_scale, variance_scale):
+    import copy
+
+    x, y, everything, rest = exact_regression(0.25)
+    q = copy.copy(everything._with_variance_times(variance_scale))
+    q.scales = Scales(noise=noise_scale, variance=variance_scale)
+    q.noise_variance = q.noise_variance * noise_scale
+    less = q.forget((x[:2], y[:2]))
+    torch.testing.assert_close(less.mean["weight"], rest.mean["weight"])
+    torch.testing.assert_close(less.covariance, variance_scale * rest.covariance)
+    assert less.ess == pytest.approx(28)
+    plain, scaled = everything.sensitivity((x, y)), q.sensitivity((x, y))
+    torch.testing.assert_close(scaled.leverage, plain.leverage)
+    torch.testing.assert_close(scaled.prediction_change, plain.prediction_change)
+    torch.testing.assert_close(scaled.weight_change, plain.weight_change / variance_scale**0.5)
+
+
+def test_a_last_layers_examples_meet_the_body_of_the_snapshot(data, tmp_path):
+    x, y = data
+    q = posterior()
+    q.save(tmp_path / "q.safetensors")
+    fresh = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    loaded = vprop.load_posterior(tmp_path / "q.safetensors", fresh).last_layer()
+    torch.testing.assert_close(loaded.sensitivity((x, y)).loss, q.last_layer().sensitivity((x, y)).loss)
+    torch.testing.assert_close(loaded.sensitivity((x, y)).loss, q.sensitivity((x, y)).loss)
+
+
+@pytest.mark.parametrize("classes", [4, 5])
+def test_labels_in_time_have_their_classes_last(classes):
+    model = nn.Linear(2, classes).double()
+    q = vprop.Vprop(model.parameters(), num_data=20).posterior(model, likelihood="categorical")
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(3, 4, 2, dtype=torch.float64, generator=generator)
+    y = torch.randint(0, classes, (3, 4), generator=generator)
+    y[0, 0] = classes - 1
+    expected = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(3, 4).mean(1)
+    torch.testing.assert_close(q.sensitivity((x, y)).loss, expected.detach())
+    own = q.sensitivity((x, y), loss_fn=lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()))
+    torch.testing.assert_close(own.loss, expected.detach())
+    with pytest.raises(ValueError, match=f"there is a label {classes}, must be from 0 to {classes - 1}"):
+        q.sensitivity((x, y.clamp_min(classes)))
+
+
+def test_a_linearised_summary_does_not_depend_on_how_the_data_are_cut(data):
+    x, q = data[0][:6], posterior()
+    whole, cut = (q.predict(x, method="linearized", keep="summary", batch_size=size) for size in (None, 2))
+    torch.testing.assert_close(cut.mutual_information, whole.mutual_information)
+    torch.testing.assert_close(cut.std, whole.std)
+    torch.testing.assert_close(
+        q.predict(x, method="linearized", batch_size=4).samples, q.predict(x, method="linearized").samples
+    )
+
+
+def test_a_pruned_full_posterior_has_leverages(data):
+    assert posterior().prune(0.3).sensitivity(data).leverage is None
+    assert posterior(full=True).prune(0.3).sensitivity(data).leverage is not None
+
+
+def test_batches_are_not_chosen_from_independent_draws(data):
+    with pytest.raises(TypeError, match="drawn independently"):
+        vprop.acquisition.batch_bald(posterior().predict(data[0], method="linearized"), 2)

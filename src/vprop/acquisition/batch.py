@@ -25,7 +25,7 @@ from torch import Tensor
 from vprop.acquisition.choice import check_count
 from vprop.acquisition.scores import class_probabilities
 from vprop.checks import check_seed, invalid, is_number
-from vprop.posterior import Prediction
+from vprop.posterior import LinearizedPrediction, Prediction
 
 BLOCK = 1 << 22
 """Numbers that are computed at once: a pool of any size takes memory for these."""
@@ -61,6 +61,11 @@ def batch_bald(prediction: Prediction, count: int, *, configurations: int = 1000
     >>> sorted(batch_bald(prediction, 2).indices.tolist())[1]  # together: one of these, and the third
     2
     """
+    if isinstance(prediction, LinearizedPrediction):
+        raise TypeError(
+            "batch_bald(prediction): got a LinearizedPrediction, whose examples are drawn independently, so that it "
+            "does not show which ones tell the same. Use predict(..., method='monte_carlo'), the default."
+        )
     probs = class_probabilities(prediction)
     check_count(count, probs.shape[1])
     if not is_number(configurations, whole=True) or configurations < 1:

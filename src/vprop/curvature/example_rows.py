@@ -71,4 +71,4 @@ def _one_by_one(of_one: OfOne, weights: dict[str, Tensor], inputs: tuple[Any, ..
 
 def _flat(jacobians: list[Tensor]) -> Tensor:
     """(examples, outputs, *shape) of every parameter as (examples, outputs, weights)."""
-    return torch.cat([part.flatten(2).to(compute_dtype(part)) for part in jacobians], dim=2)
+    return torch.cat([part.reshape(*part.shape[:2], -1).to(compute_dtype(part)) for part in jacobians], dim=2)

@@ -69,13 +69,13 @@ def refuse_sum(watch: LossWatch, loss: Tensor) -> None:
         )
 
 
-def check_labels(labels: Any, output: Any, where: str) -> None:
-    """Refuse class numbers that no output stands for; on a GPU they would end the process."""
+def check_labels(labels: Any, output: Any, where: str, dim: int) -> None:
+    """Refuse class numbers that no output stands for; on a GPU they would end the process. Classes are ``dim``."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return
     if not isinstance(output, Tensor) or output.dim() < 2:
         return
-    classes = output.shape[1]
+    classes = output.shape[dim]
     wrong = labels[((labels < 0) & (labels != _IGNORED)) | (labels >= classes)]
     if wrong.numel():
         raise ValueError(

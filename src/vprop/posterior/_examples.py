@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jacrev, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -63,7 +63,7 @@ class Examples(NamedTuple):
     """Λ without negative eigenvalues; of the ``"gradient"`` method 1, so that JᵀΛJ is the empirical Fisher."""
     losses: Tensor
     factors: Tensor
-    """cᵢ."""
+    """cᵢ, as the posterior's precision holds them."""
     outputs: Tensor | None
     """f, (examples, outputs); none with ``"gradient"``."""
     targets: Any
@@ -153,14 +153,16 @@ class ExampleReader:
         return Examples(rows, ones, ones[:, :, None], losses, self._factors(weights), None, y, loss_fn, ())
 
     def _factors(self, weights: Tensor) -> Tensor:
+        """cᵢ; of a posterior whose variance was scaled by s cᵢ/s, because P/s holds that much of an example."""
         assert self._mean_weight is not None
-        return weights.double() * (self._weight_of_a_count / self._mean_weight)
+        count = self._weight_of_a_count / self._posterior.scales.variance
+        return weights.double() * (count / self._mean_weight)
 
     # -- the model -------------------------------------------------------------------------------------------
 
     def _raw_output(self, x: Any, weights: dict[str, Tensor] | None = None) -> Any:
         own = self._mean if weights is None else weights
-        (replica,) = evaluating_replicas(self._posterior.model, self._posterior.buffers, [own])
+        (replica,) = evaluating_replicas(self._posterior.model, self._posterior._fixed(), [own])
         return call_model(replica, x)
 
     def _output(self, x: Any, weights: dict[str, Tensor] | None = None) -> Any:
@@ -193,9 +195,10 @@ class ExampleReader:
                 x, y = self._moved((x, y))
                 if _length(x, y) == 0:
                     continue
-                kind = batch.likelihood if isinstance(batch, Objective) else posterior.likelihood
-                if kind == "categorical" or loss_fn is F.cross_entropy:
-                    check_labels(y, self._output(x), self._where)
+                if loss_fn is _classes_last:
+                    check_labels(y, self._output(x), self._where, -1)
+                elif loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss):
+                    check_labels(y, self._output(x), self._where, 1)
                 yield x, y, loss_fn
 
     def _moved(self, values: Any) -> Any:
@@ -211,15 +214,15 @@ class ExampleReader:
         return tree_map(move, values)
 
     def _default_loss(self) -> LossFunction | None:
-        """What the posterior's likelihood is the negative logarithm of."""
+        """What the posterior's likelihood is the negative logarithm of, as it was trained: without calibration."""
         posterior = self._posterior
         if posterior.likelihood == "gaussian":
             device = next(iter(posterior.mean.values())).device
             wide = torch.float64 if device.type != "mps" else torch.float32
-            noise = torch.as_tensor(posterior.noise_variance, dtype=wide, device=device)
+            noise = torch.as_tensor(posterior.noise_variance, dtype=wide, device=device) / posterior.scales.noise
             return GaussianLikelihood(noise, shape=tuple(noise.shape), learnable=False)
         known: dict[Any, LossFunction] = {
-            "categorical": F.cross_entropy,
+            "categorical": _classes_last,
             "bernoulli": F.binary_cross_entropy_with_logits,
             "heteroscedastic": HeteroscedasticGaussianLikelihood(),
         }
@@ -249,6 +252,11 @@ class ExampleReader:
             return torch.ones(_length(x, y), dtype=torch.float64, device="cpu")  # nothing is seen of such a loss
         slopes = _slopes(loss_fn, output.reshape(len(output), -1), y, tuple(output.shape[1:]), curvature=False)
         return slopes.weights.double()
+
+
+def _classes_last(output: Tensor, y: Tensor) -> Tensor:
+    """The log-loss of labels whose classes are the last dimension, as predictions have them."""
+    return F.cross_entropy(output.movedim(-1, 1) if output.dim() > 2 else output, y)
 
 
 def _weight_of_a_count(posterior: Posterior, num_data: float | None, where: str) -> float:

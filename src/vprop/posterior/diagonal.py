@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vprop import noise
 from vprop.posterior._base import Posterior
+from vprop.posterior._columns import columns_of
 from vprop.posterior._kept import KEPT, kept_prior, rest_of
 from vprop.posterior._shards import not_positive, total, wide
 from vprop.posterior.forgetting import lost_positivity
@@ -71,7 +72,7 @@ class DiagonalPosterior(Posterior):
     def _times_root(self, jacobian: dict[str, Tensor]) -> Iterator[Tensor]:
         """J·σ, parameter by parameter."""
         for name, mean in self.mean.items():
-            yield (jacobian[name].to(mean.dtype) * self._variance[name].sqrt()).flatten(-mean.dim() or -1)
+            yield columns_of(jacobian[name].to(mean.dtype) * self._variance[name].sqrt(), mean)
 
     def _restricted(self, names: list[str]) -> DiagonalPosterior:
         other = cast(DiagonalPosterior, super()._restricted(names))

@@ -42,7 +42,7 @@ def forget(posterior: Posterior, data: Any, loss_fn: LossFunction | None, **argu
         slope = torch.einsum("eow,eo->w", rows, slopes.to(rows))
         curvature = added if curvature is None else curvature + added
         gradient = slope if gradient is None else gradient + slope
-        removed += float(examples.factors.sum())
+        removed += float(examples.factors.sum()) * posterior.scales.variance
     assert curvature is not None
     assert gradient is not None
     if removed >= posterior.ess * (1 - 1e-9):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop.posterior._base import Posterior
+from vprop.posterior._columns import columns_of
 from vprop.posterior._kept import KEPT, kept_prior, rest_of
 from vprop.posterior._shards import total, why
 from vprop.posterior.forgetting import lost_positivity
@@ -63,7 +64,7 @@ class FullPosterior(Posterior):
 
     def _times_root(self, jacobian: dict[str, Tensor]) -> list[Tensor]:
         """J·L⁻ᵀ with P = LLᵀ, in float64."""
-        parts = [jacobian[name].flatten(-mean.dim() or -1) for name, mean in self.mean.items()]
+        parts = [columns_of(jacobian[name], mean) for name, mean in self.mean.items()]
         columns = torch.cat([part.to(self._factor) for part in parts], -1).mT
         return [torch.linalg.solve_triangular(self._factor, columns, upper=False).mT]
 

@@ -59,11 +59,12 @@ class LinearizedPrediction(Prediction):
         *,
         num_samples: int = 32,
         seed: int = 0,
+        first: int = 0,
     ) -> None:
         self.output_mean = output_mean
         self.output_covariance = output_covariance
         self.likelihood, self._noise_variance = snapshot_likelihood(likelihood, noise_variance)
-        self._num_samples, self._seed = num_samples, seed
+        self._num_samples, self._seed, self._first = num_samples, seed, first
         self._drawn: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -87,10 +88,15 @@ class LinearizedPrediction(Prediction):
         )
         values, vectors = torch.linalg.eigh(self.output_covariance.double().nan_to_num())  # the mean has the NaN, too
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)  # also of a singular matrix
-        address, count = noise.Draw(self._seed, _PARAMETER, 0, stream=noise.Stream.POSTERIOR), self._num_samples
-        eps = noise.normal(0, count * mean.numel(), address, device=mean.device, dtype=torch.float64)
-        outputs = mean + (root @ eps.view(count, *mean.shape, 1)).squeeze(-1)
-        return outputs.view(count, *self.output_mean.shape).to(self.output_mean.dtype)
+        start = self._first * mean.shape[1]  # so that it does not matter how the data are cut
+
+        def eps(sample: int) -> Tensor:
+            address = noise.Draw(self._seed, _PARAMETER, 0, sample=sample, stream=noise.Stream.POSTERIOR)
+            values = noise.normal(start, start + mean.numel(), address, device=mean.device, dtype=torch.float64)
+            return values.view(*mean.shape, 1)
+
+        outputs = [mean + (root @ eps(sample)).squeeze(-1) for sample in range(self._num_samples)]
+        return torch.stack(outputs).view(-1, *self.output_mean.shape).to(self.output_mean.dtype)
 
     def _by_samples(self) -> Prediction:
         return Prediction(self.samples, self.likelihood)
@@ -181,7 +187,7 @@ class LinearizedPrediction(Prediction):
         return parts[0]._like(means, joined([part.output_covariance for part in parts], 0), parts[0]._noise_variance)
 
     def _like(self, mean: Tensor, covariance: Tensor, noise_variance: float | Tensor) -> LinearizedPrediction:
-        settings: Any = {"num_samples": self._num_samples, "seed": self._seed}
+        settings: Any = {"num_samples": self._num_samples, "seed": self._seed, "first": self._first}
         return LinearizedPrediction(mean, covariance, self.likelihood, noise_variance, **settings)
 
     def _raw(self) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vprop.checks import invalid, is_finite
 from vprop.posterior import io
 from vprop.posterior._base import Posterior
+from vprop.posterior._columns import columns_of
 from vprop.posterior._kept import KEPT, rest_of
 from vprop.posterior.prior import GaussianPrior
 from vprop.precision import compute_dtype
@@ -115,9 +116,14 @@ class PrunedPosterior(Posterior):
         products[:, kept] = self._kept._covariance_times(rows[:, kept]).to(rows)
         return products
 
+    @property
+    def correlated(self) -> bool:  # type: ignore[override]
+        """As the Gaussian of the kept weights."""
+        return self._kept.correlated
+
     def _times_root(self, jacobian: dict[str, Tensor]) -> Iterable[Tensor]:
         """That of the kept weights: the others have no variance."""
-        rows = [jacobian[name].flatten(-mask.dim() or -1)[..., mask.flatten()] for name, mask in self.masks.items()]
+        rows = [columns_of(jacobian[name], mask)[..., mask.flatten()] for name, mask in self.masks.items()]
         return self._kept._times_root({KEPT: torch.cat([own.to(rows[0].device) for own in rows], -1)})
 
     def _restricted(self, names: list[str]) -> Posterior:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vprop import replica
 from vprop.objective import model_arguments
-from vprop.posterior.predictive.inputs import described, mapped
+from vprop.posterior.predictive.inputs import described, leaves, mapped
 from vprop.replica import Replica, evaluating_replicas, switches_by_itself
 
 if TYPE_CHECKING:
@@ -82,22 +82,49 @@ class WholeModel(ModelFunction):
         return logits_of(own(*prepared.args, **prepared.kwargs))
 
 
+class _Seen:
+    """Tensors as they are now, to be told later whether somebody wrote into them."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        # Tensors of inference mode have no version, so they are compared with a copy.
+        self._kept = [(t, t.clone() if t.is_inference() else t._version) for t in tensors]
+
+    def is_changed(self) -> bool:
+        """Whether any of them was written into, whatever with."""
+        return any(
+            not torch.equal(t, kept) if isinstance(kept, Tensor) else t._version != kept for t, kept in self._kept
+        )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 class HeadOnly(ModelFunction):
     """The body of the model is called once, and its last module for each draw of that one's weights."""
 
     def __init__(self, posterior: Posterior, head: str) -> None:
         super().__init__(posterior)
         self._head = head
+        self._changes_input = False
 
     def prepare(self, x: Any) -> Prepared:
         """Run the model once, at the mean, and keep what its head was called with."""
         own = self._replica = self._fresh()
-        module, inputs, outputs = own.module(self._head), [], []
+        module, inputs, outputs = own.module(self._head), list[Any](), list[_Seen]()
+
+        def keep_input(module: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs.append((mapped(_copied, args), mapped(_copied, kwargs), _Seen(list(leaves((args, kwargs))))))
+
+        def keep_output(module: nn.Module, args: Any, output: Any) -> None:
+            self._changes_input = inputs[-1][2].is_changed()
+            outputs.append(_Seen([output, getattr(output, "logits", output)]))
+
         # Before all other hooks and after them: the module is called again with what was given to it.
-        before = module.register_forward_pre_hook(
-            lambda module, args, kwargs: inputs.append((args, kwargs)), prepend=True, with_kwargs=True
-        )
-        after = module.register_forward_hook(lambda module, args, output: outputs.append(output))
+        before = module.register_forward_pre_hook(keep_input, prepend=True, with_kwargs=True)
+        after = module.register_forward_hook(keep_output)
         try:
             args, kwargs = model_arguments(x)
             result = logits_of(own(*args, **kwargs))
@@ -110,13 +137,17 @@ class HeadOnly(ModelFunction):
                 f"last_layer({self._head!r}): this module was {how} in the model's forward, must be called once, at "
                 "the end. Name another one, or predict with the whole model."
             )
-        return Prepared(*inputs[0], tail=self._tail(result, outputs[0]))
+        args, kwargs, _ = inputs[0]
+        return Prepared(args, kwargs, self._tail(result, outputs[0]))
 
-    def _tail(self, result: Tensor, output: Any) -> tuple[int, ...] | None:
+    def _tail(self, result: Tensor, seen: _Seen) -> tuple[int, ...] | None:
         """How the model's output follows from the head's: it is the same, or the same numbers in another shape."""
-        if result is output or result is getattr(output, "logits", None):
+        output, same = seen.values[0], any(result is value for value in seen.values)
+        changed = seen.is_changed()
+        if same and not changed:
             return None
-        if isinstance(output, Tensor) and result.dim() and output.dim() and len(result) == len(output):
+        rows = isinstance(output, Tensor) and result.dim() and output.dim() and len(result) == len(output)
+        if rows and not changed:
             together = result.numel() == output.numel() and result.is_contiguous() and output.is_contiguous()
             if together and result.data_ptr() == output.data_ptr():
                 return tuple(result.shape[1:])
@@ -129,7 +160,10 @@ class HeadOnly(ModelFunction):
         """The head's output, in the shape of the model's."""
         assert self._replica is not None
         self._replica.load(weights)
-        output = logits_of(self._replica.call_module(self._head, *prepared.args, **prepared.kwargs))
+        args, kwargs = prepared.args, prepared.kwargs
+        if self._changes_input:
+            args, kwargs = mapped(_copied, args), mapped(_copied, kwargs)
+        output = logits_of(self._replica.call_module(self._head, *args, **kwargs))
         return output if prepared.tail is None else output.reshape(len(output), *prepared.tail)
 
 

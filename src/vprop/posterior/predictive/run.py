@@ -93,10 +93,16 @@ def _of_a_batch(
     scales = posterior.scales
     if settings.method == "linearized":
         moments = LinearizedOutputs(posterior)
-        how: Any = {"num_samples": settings.num_samples, "seed": settings.seed}
-        return lambda x, report: LinearizedPrediction(
-            *scaled_moments(*moments(x, report), likelihood, scales), likelihood, noise_variance, **how
-        )
+        seen = 0
+
+        def linearized(x: Any, report: Callable[[int], None]) -> Prediction:
+            nonlocal seen
+            mean, covariance = scaled_moments(*moments(x, report), likelihood, scales)
+            how: Any = {"num_samples": settings.num_samples, "seed": settings.seed, "first": seen}
+            seen += len(mean)
+            return LinearizedPrediction(mean, covariance, likelihood, noise_variance, **how)
+
+        return linearized
     parts = [
         SampledOutputs(own, samples, settings.seed, vmap=settings.vmap, several=several)
         for own, samples in posterior._shared_out(settings.num_samples, settings.seed)
