@@ -96,7 +96,7 @@ class LinearizedPrediction(Prediction):
             return values.view(*mean.shape, 1)
 
         outputs = [mean + (root @ eps(sample)).squeeze(-1) for sample in range(self._num_samples)]
-        return torch.stack(outputs).view(-1, *self.output_mean.shape).to(self.output_mean.dtype)
+        return torch.stack(outputs).view(self._num_samples, *self.output_mean.shape).to(self.output_mean.dtype)
 
     def _by_samples(self) -> Prediction:
         return Prediction(self.samples, self.likelihood)
