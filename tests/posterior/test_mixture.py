@@ -289,6 +289,37 @@ def test_training_refusals():
             train(**arguments)
     with pytest.raises(TypeError, match="loss_fn"):
         train(loss_fn=nn.MSELoss)
+    with pytest.raises(ValueError, match=r"GaussianLikelihood has parameters to be learned, \['log_noise_variance'\]"):
+        train(loss_fn=vprop.GaussianLikelihood(0.3))
+    assert train(loss_fn=vprop.GaussianLikelihood(0.3, learnable=False)).noise_variance == pytest.approx(0.3)
+
+
+def test_every_member_has_a_loss_with_a_state_of_its_own():
+    class Watching(vprop.GaussianLikelihood):
+        """Its noise is the largest squared error so far."""
+
+        def forward(self, output, y):
+            worst = (output.detach() - y).square().max()
+            self.log_noise_variance.copy_(torch.maximum(self.log_noise_variance.exp(), worst).log())
+            return super().forward(output, y)
+
+    shifts = iter([3.0, 1.0])
+
+    def make_model():
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.constant_(model.bias, next(shifts))
+        return model
+
+    mixture = vprop.train_mixture(
+        make_model,
+        lambda model, seed: vprop.Vprop(model.parameters(), num_data=10**9, seed=seed),
+        [(torch.ones(1, 1), torch.zeros(1, 1))],
+        Watching(1e-3, learnable=False),
+        members=2,
+    )
+    noises = [float(member.noise_variance) for member in mixture.members]
+    assert noises == pytest.approx([9.0, 1.0], rel=0.1)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
