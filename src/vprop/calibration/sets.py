@@ -32,9 +32,9 @@ class ConformalSets:
     which is right more often than ``level`` has sets of one class and a coverage of its accuracy.
 
     With ``randomized`` the class counts itself by a random share u, s + u·π(c|x) with u uniform in [0, 1], one for each
-    input. Scores then have no ties, the coverage is less than ``level`` + 1/(n+1), and sets may be empty. u is a hash of
-    the input's own probabilities and the seed: sets do not depend on which inputs come together, all at once or one by
-    one, and inputs with the same probabilities, to the last bit, have the same set.
+    input. Scores then have no ties, the coverage is less than ``level`` + 1/(n+1), and sets may be empty. u is a hash
+    of the input's own probabilities and the seed: sets do not depend on which inputs come together, all at once or one
+    by one, and inputs with the same probabilities, to the last bit, have the same set.
 
     >>> probs = torch.tensor([[0.75, 0.125, 0.125], [0.5, 0.375, 0.125], [0.5, 0.25, 0.25]])
     >>> sets = ConformalSets.fit(probs, torch.tensor([0, 1, 0]), level=0.75)  # scores 0, 0.5 and 0

@@ -58,6 +58,7 @@ class Mixture(Posterior):
     """
 
     structure = "mixture"
+    _instead = "Ask the members of a mixture one by one: mixture.members[k].{question}(...)."
 
     def __init__(self, posteriors: Iterable[Posterior], weights: Sequence[float] | None = None) -> None:
         given = check_members(posteriors)

@@ -37,6 +37,7 @@ class PrunedPosterior(Posterior):
     """
 
     structure = "pruned"
+    _instead = "Ask the posterior before it is pruned: posterior.{question}(...), then prune(...)."
     sections_by_parameter = ("mask",)
 
     def __init__(self, model: nn.Module, masks: dict[str, Tensor], kept: Posterior, prior: GaussianPrior) -> None:
