@@ -77,14 +77,13 @@ def train_mixture(
 
 def _refuse_parameters(loss_fn: LossFunction) -> None:
     """Refuse a loss that learns: no optimizer here holds its parameters, and they would stay as they are."""
-    learned = (
-        [name for name, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
-    )
+    parameters = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
+    learned = [name for name, p in parameters if p.requires_grad]
     if learned:
         raise ValueError(
             f"train_mixture(..., loss_fn): the {type(loss_fn).__name__} has parameters to be learned, {learned}, must "
-            "have none: nothing would train them. Hold them fixed, GaussianLikelihood(v, learnable=False), and mend the "
-            "noise afterwards with calibration.fit_noise_scale; or train each member in a loop with a loss and an "
+            "have none: nothing would train them. Hold them fixed, GaussianLikelihood(v, learnable=False), and mend "
+            "the noise afterwards with calibration.fit_noise_scale; or train each member in a loop with a loss and an "
             "optimizer of its own, and pass their posteriors to vprop.Mixture([...])."
         )
 

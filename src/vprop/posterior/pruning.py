@@ -60,7 +60,8 @@ class PrunedPosterior(Posterior):
     def mask_model(self, model: nn.Module | None = None) -> nn.Module:
         """Write the mean into ``model`` (by default a copy of the posterior's own) and hold its pruned weights at zero.
 
-        Buffers become those of the snapshot, and of a last layer's posterior so do the weights of the other layers. It is changed and returned; its pruned parameters get another name (``weight_orig``). That is done by
+        Buffers become those of the snapshot, and of a last layer's posterior so do the weights of the other layers. The
+        model is changed and returned; its pruned parameters get another name (``weight_orig``). That is done by
         ``torch.nn.utils.prune``, so that training goes on with the others alone; ``torch.nn.utils.prune.remove(module,
         name)`` makes it permanent.
         """
@@ -220,9 +221,9 @@ def prune(
             masks[name] = piece.view(score.shape).to(score.device)
     kept = torch.cat([mask.flatten().to(next(iter(masks.values())).device) for mask in masks.values()])
     if not bool(kept.any()):
-        score = "|μ|/σ" if by == "signal_to_noise" else "|μ|"
+        compared = "|μ|/σ" if by == "signal_to_noise" else "|μ|"
         if threshold is not None:
-            raise invalid("threshold", threshold, f"at most the largest {score}", "Nothing would be kept.")
+            raise invalid("threshold", threshold, f"at most the largest {compared}", "Nothing would be kept.")
         raise invalid("fraction", fraction, "small enough to keep one weight", f"All {kept.numel()} would be zero.")
     pruned = PrunedPosterior(posterior.model, masks, posterior._given_zeros(kept), posterior.prior)
     pruned.head, pruned.constants = posterior.head, posterior.constants

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,10 @@ class Place(NamedTuple):
 
     def put(self, value: Any) -> Any:
         """Tensors on the device, arrays as tensors there; also inside of tuples, lists and dicts."""
-        if isinstance(value, Tensor | PackedSequence):
+        if isinstance(value, Tensor):
             return value if self.device is None else value.to(self.device)
+        if isinstance(value, PackedSequence):
+            return value if self.device is None else cast(Any, value).to(self.device)
         if isinstance(value, Mapping):
             return {key: self.put(entry) for key, entry in value.items()}
         if isinstance(value, tuple | list):
