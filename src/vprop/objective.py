@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from vprop.checks import check_loss, check_model
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
@@ -154,7 +155,7 @@ def model_arguments(x: Any) -> tuple[tuple, dict[str, Any]]:
     """Positional and keyword arguments that ``x`` stands for."""
     if isinstance(x, Mapping):
         return (), dict(x)
-    if isinstance(x, tuple | list):
+    if isinstance(x, tuple | list) and not isinstance(x, PackedSequence):
         return tuple(x), {}
     return (x,), {}
 

@@ -9,6 +9,7 @@ import torch
 
 from vprop import Prediction
 from vprop.acquisition import entropy, least_confidence, mutual_information, variation_ratio
+from vprop.posterior import LinearizedPrediction, PredictionSummary
 
 LOGITS = 2 * torch.randn(7, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SCORES = [entropy, mutual_information, variation_ratio, least_confidence]
@@ -81,3 +82,27 @@ def test_bad_predictions(score):
 def test_votes_need_classes(score):
     with pytest.raises(ValueError, match="got likelihood='gaussian', must be a Prediction with"):
         score(Prediction(LOGITS, "gaussian"))
+
+
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "column"])
+@pytest.mark.parametrize("score", [entropy, mutual_information, least_confidence])
+def test_a_summary_has_the_scores_of_its_prediction(score, kind):
+    logits = {"bernoulli": LOGITS[..., 0], "column": LOGITS[..., :1]}.get(kind, LOGITS)
+    prediction = Prediction(logits, "bernoulli" if kind == "column" else kind)
+    torch.testing.assert_close(score(PredictionSummary.of(prediction)), score(prediction))
+
+
+def test_a_linearized_prediction_is_not_drawn_from():
+    prediction = LinearizedPrediction(LOGITS[0], torch.eye(3).double().expand(5, 3, 3), "categorical", num_samples=2)
+    torch.testing.assert_close(entropy(prediction), prediction.entropy)
+    torch.testing.assert_close(least_confidence(prediction), 1 - prediction.confidence)
+
+
+def test_summaries_that_have_no_scores():
+    nan = Prediction(torch.full((2, 3, 4), math.nan), "categorical")
+    several = Prediction(torch.zeros(2, 3, 4), "bernoulli")
+    for score in (entropy, mutual_information, least_confidence):
+        with pytest.raises(ValueError, match="NaN among its probabilities"):
+            score(PredictionSummary.of(nan))
+        with pytest.raises(ValueError, match="must be one label for each example"):
+            score(PredictionSummary.of(several))

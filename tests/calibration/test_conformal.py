@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import beta, binom
+from scipy.stats import beta, binom, kstest
 from torch import nn
 
 import vprop
 from vprop.calibration import ConformalIntervals, ConformalSets, conformal_intervals, conformal_sets
 from vprop.calibration._conformal import conformal_quantile, needed_examples
+from vprop.calibration.sets import _shares
 
 REPETITIONS, NEW = 400, 50
 
@@ -81,10 +82,37 @@ def test_sets_are_large_where_the_model_is_unsure():
 
 
 def test_sets_know_the_random_shares():
+    """The definition, with a share that is found by asking for sets with other thresholds."""
     probs = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
-    sets = ConformalSets(0.9, 0.6, 100, randomized=True)
-    share = float(torch.rand(1, generator=torch.Generator().manual_seed(7), dtype=torch.float64))
-    assert sets.of(probs, seed=7).tolist() == members_by_definition(probs, 0.6, share)
+
+    def members(threshold):
+        return ConformalSets(0.9, threshold, 100, randomized=True).of(probs, seed=7)
+
+    low, high = 0.0, 0.5  # class 0 is in a set from u·0.5 on
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if bool(members(middle)[0, 0]) else (middle, high)
+    share = high / 0.5
+    assert 0 < share < 1
+    for threshold in (0.1, 0.3, 0.6, 0.75, 0.9):
+        assert members(threshold).tolist() == members_by_definition(probs, threshold, share)
+
+
+def test_random_shares_are_uniform_and_another_seed_has_others():
+    probs = torch.randn(2000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
+    shares = _shares(probs, True, 3)
+    assert kstest(shares.numpy(), "uniform").pvalue > 1e-4
+    assert abs(float(torch.corrcoef(torch.stack([shares, _shares(probs, True, 4)]))[0, 1])) < 4 / math.sqrt(2000)
+    assert abs(float(torch.corrcoef(torch.stack([shares, probs[:, 0]]))[0, 1])) < 4 / math.sqrt(2000)
+
+
+def test_how_the_data_are_cut_changes_no_set():
+    probs, labels = classification(300, torch.Generator().manual_seed(0))
+    sets = ConformalSets.fit(probs, labels, 0.8, randomized=True, seed=2**64 - 1)
+    whole = sets.of(probs)
+    assert torch.equal(torch.cat([sets.of(row) for row in probs.split(1)]), whole)
+    assert torch.equal(sets.of(probs.flip(0)).flip(0), whole)
+    assert torch.equal(sets.of(probs.view(10, 30, 5)).view(300, 5), whole)
 
 
 # -- coverage: exchangeable data, a model that is wrong about them -------------------------------------------------
@@ -117,6 +145,32 @@ def test_marginal_coverage_of_randomized_sets_is_exact(level, n):
         covered += float(sets.of(probs[n:]).gather(1, labels[n:, None]).double().mean()) / REPETITIONS
     low, high = coverage_bounds(level, n)
     assert low <= covered <= high
+
+
+def test_coverage_of_inputs_that_come_one_by_one():
+    """Binomial bounds around the level and level + 1/(n+1), for a threshold of so many examples that it is certain.
+
+    The threshold's own spread is that of its Beta distribution: 4 standard deviations. False alarm: 1e-4.
+    """
+    n, new, level = 20_000, 1500, 0.9
+    probs, labels = classification(n + new, torch.Generator().manual_seed(5))
+    spread = 4 * math.sqrt(level * (1 - level) / (n + 2))
+    for seed in range(3):
+        sets = ConformalSets.fit(probs[:n], labels[:n], level, randomized=True, seed=seed)
+        one_by_one = torch.cat([sets.of(row) for row in probs[n:].split(1)])
+        hits = int(one_by_one.gather(1, labels[n:, None]).sum())
+        assert binom.ppf(1e-5, new, level - spread) <= hits <= binom.ppf(1 - 1e-5, new, level + 1 / (n + 1) + spread)
+
+
+def test_coverage_where_all_inputs_have_the_same_probabilities():
+    """Nothing but ties: the coverage may be more than the level then, and never less."""
+    generator, level = torch.Generator().manual_seed(0), 0.8
+    probs = torch.tensor([[0.5, 0.3, 0.2]]).double().expand(4000, 3)
+    for seed in range(20):
+        labels = torch.multinomial(probs, 1, generator=generator)[:, 0]
+        sets = ConformalSets.fit(probs[:2000], labels[:2000], level, randomized=True, seed=seed)
+        hits = int(sets.of(probs[2000:]).gather(1, labels[2000:, None]).sum())
+        assert hits >= binom.ppf(1e-5, 2000, level - 4 * math.sqrt(level * (1 - level) / 2002))
 
 
 @pytest.mark.parametrize(("level", "n"), [(0.8, 4), (0.9, 100), (0.95, 37)])

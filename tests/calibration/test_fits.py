@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -338,3 +339,21 @@ def test_the_result_in_words():
     assert repr(fit) == str(fit)
     assert repr(fit).startswith(f"temperature {fit.value:.4g}: held-out log-loss {fit.before:.4f} → {fit.after:.4f}")
     assert repr(fit).endswith("(100 examples)")
+
+
+def test_inputs_may_be_a_named_tuple():
+    """It stands for the arguments of the model, as it does for predict."""
+
+    class Inputs(NamedTuple):
+        left: torch.Tensor
+        right: torch.Tensor
+
+    model = nn.Bilinear(2, 2, 1)
+    posterior = vprop.Vprop(model.parameters(), num_data=10**6).posterior(model, likelihood="gaussian")
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(30, 2, generator=generator), torch.randn(30, 2, generator=generator)
+    y = model(left, right).detach() + 2 * torch.randn(30, 1, generator=generator)
+    fit = vprop.calibration.fit_noise_scale(posterior, Inputs(left, right), y)
+    assert fit.value == vprop.calibration.fit_noise_scale(posterior, (left, right), y).value
+    intervals = vprop.calibration.conformal_intervals(posterior, Inputs(left, right), y)
+    assert intervals.predict(Inputs(left, right))[0].shape == (30, 1)

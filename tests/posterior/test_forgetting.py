@@ -143,3 +143,17 @@ def test_refusals():
         posterior.forget([])
     with pytest.raises(TypeError, match="Ask the members of a mixture"):
         vprop.Mixture([posterior, posterior]).forget((x[GONE], y[GONE]))
+
+
+def test_structures_that_cannot_forget_say_who_can():
+    model = nn.Linear(2, 1)
+    groups = [{"params": [model.weight], "structure": "eigenbasis"}, {"params": [model.bias]}]
+    composed = vprop.Vario(groups, num_data=10, batch_size=2).posterior(model, likelihood="gaussian")
+    pruned = vprop.Vprop(model.parameters(), num_data=10).posterior(model, likelihood="gaussian").prune(0.5)
+    data = (torch.ones(1, 2), torch.ones(1, 1))
+    with pytest.raises(TypeError, match=r"forget\(\): a ComposedPosterior .*: posterior\.parts\[name\]\.forget\("):
+        composed.forget(data)
+    with pytest.raises(TypeError, match=r"prune\(\): a ComposedPosterior .*: posterior\.parts\[name\]\.prune\("):
+        composed.prune(0.5)
+    with pytest.raises(TypeError, match=r"before it is pruned: posterior\.forget\(\.\.\.\), then prune\("):
+        pruned.forget(data)

@@ -229,5 +229,10 @@ def test_weights_that_the_body_uses_too():
             return self.head(self.first(x))
 
     posterior = gaussian_over(Tied(), "diagonal")
-    with pytest.raises(ValueError, match=r"last_layer\('head'\): this module shares the weight 'first\.weight' with"):
+    message = r"last_layer\('head'\): this module shares the weight 'first\.weight' with"
+    with pytest.raises(ValueError, match=message):
         posterior.last_layer("head")
+    tied = Tied()
+    tied.head.register_parameter("bias", None)  # all that the head has goes by the name of the body's
+    with pytest.raises(ValueError, match=message):
+        gaussian_over(tied, "diagonal").last_layer("head")

@@ -366,3 +366,14 @@ def test_threads_may_ask_at_once(mode):
         for answers in pool.map(ask, range(6)):
             for rows, covariance in answers:
                 torch.testing.assert_close(covariance, expected[rows - 1])
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+def test_no_examples_have_an_empty_prediction(likelihood):
+    model = nn.Linear(2, 3)
+    posterior = Vprop(model.parameters(), num_data=10).posterior(model, likelihood=likelihood)
+    prediction = posterior.predict(torch.zeros(0, 2), method="linearized")
+    values = ("mean", "std") if likelihood == "gaussian" else ("probs", "entropy", "confidence")
+    for value in values:
+        expected = () if likelihood == "categorical" and value != "probs" else (3,)
+        assert getattr(prediction, value).shape == (0, *expected)

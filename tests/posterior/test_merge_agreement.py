@@ -231,3 +231,31 @@ def test_frozen_parameters_must_be_the_same():
     assert "0.weight" not in merge(posteriors[:2]).mean
     with pytest.raises(ValueError, match=r"'0\.weight' has no posterior and is not the same in the models of numbers"):
         merge(posteriors)
+
+
+# -- last layers -------------------------------------------------------------------------------------------------
+
+
+def test_last_layers_are_merged_with_the_rest_of_their_snapshot():
+    model = make_model()
+    whole = make_posterior(model=model)
+    shards = [whole.last_layer("2"), whole.last_layer("2")]
+    x = torch.ones(3, 2)
+    expected = merge(shards).predict(x, 4).samples
+    with torch.no_grad():
+        model[0].weight.zero_()  # training went on
+    merged = merge(shards)
+    assert merged.head == "2"
+    assert set(merged.constants) == set(shards[0].constants) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    torch.testing.assert_close(merged.predict(x, 4).samples, expected)
+
+
+def test_last_layers_on_bodies_that_differ():
+    """Also of one model object: each snapshot has its own body."""
+    model = make_model()
+    first = make_posterior(model=model).last_layer("2")
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    later = make_posterior(model=model).last_layer("2")
+    with pytest.raises(ValueError, match=r"'0\.weight' has no posterior and is not the same .* call last_layer\(\) of"):
+        merge([first, later])

@@ -199,6 +199,50 @@ def test_saved_and_loaded(tmp_path):
         vprop.load_posterior(tmp_path / "mixture.safetensors", other)
 
 
+def test_a_calibrated_noise_goes_wherever_the_mixture_goes(tmp_path):
+    """fit_noise_scale changes the noise of the whole, and none of the members'."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 2, generator=generator)
+
+    def member():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        optimizer = vprop.Vprop(model.parameters(), num_data=10**6)
+        return optimizer.posterior(model, likelihood="gaussian", noise_variance=1.0)
+
+    with torch.random.fork_rng():
+        mixture, model = Mixture([member(), member()]), member().model
+    y = model(x).detach() + 0.3 * torch.randn(40, 1, generator=generator)
+    calibrated = vprop.calibration.fit_noise_scale(mixture, x, y).posterior
+    noise = calibrated.noise_variance
+    assert noise < 0.9
+    calibrated.save(tmp_path / "mixture.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "mixture.safetensors", model)
+    scaled = vprop.calibration.fit_variance_scale(calibrated, x, y).posterior
+    for other in (loaded, calibrated.last_layer("1"), scaled, Mixture([calibrated, calibrated])):
+        assert other.noise_variance == pytest.approx(noise, rel=1e-12)
+        assert other.scales.noise == calibrated.scales.noise
+    assert Mixture([mixture, mixture.members[0]], [0.5, 0.5]).noise_variance == 1.0
+
+
+def test_frozen_weights_that_differ_are_not_saved(tmp_path):
+    def member(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        model[0].requires_grad_(False)
+        return vprop.Vprop(model[1].parameters(), num_data=5).posterior(model, likelihood="gaussian")
+
+    with torch.random.fork_rng():
+        apart = Mixture([member(0), member(1)])
+        alike = Mixture([member(0), member(0)])
+    with pytest.raises(ValueError, match=r"'0\.weight' has no posterior and is not the same .* members 0 and 1"):
+        apart.save(tmp_path / "apart.safetensors")
+    assert not (tmp_path / "apart.safetensors").exists()
+    alike.save(tmp_path / "alike.safetensors")
+    loaded, x = vprop.load_posterior(tmp_path / "alike.safetensors", alike.model), torch.ones(3, 2)
+    assert torch.equal(loaded.predict(x, 6).samples, alike.predict(x, 6).samples)
+
+
 def test_training_by_one_call():
     x = torch.linspace(-1, 1, 24)[:, None]
     state = torch.get_rng_state()
@@ -245,6 +289,37 @@ def test_training_refusals():
             train(**arguments)
     with pytest.raises(TypeError, match="loss_fn"):
         train(loss_fn=nn.MSELoss)
+    with pytest.raises(ValueError, match=r"GaussianLikelihood has parameters to be learned, \['log_noise_variance'\]"):
+        train(loss_fn=vprop.GaussianLikelihood(0.3))
+    assert train(loss_fn=vprop.GaussianLikelihood(0.3, learnable=False)).noise_variance == pytest.approx(0.3)
+
+
+def test_every_member_has_a_loss_with_a_state_of_its_own():
+    class Watching(vprop.GaussianLikelihood):
+        """Its noise is the largest squared error so far."""
+
+        def forward(self, output, y):
+            worst = (output.detach() - y).square().max()
+            self.log_noise_variance.copy_(torch.maximum(self.log_noise_variance.exp(), worst).log())
+            return super().forward(output, y)
+
+    shifts = iter([3.0, 1.0])
+
+    def make_model():
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.constant_(model.bias, next(shifts))
+        return model
+
+    mixture = vprop.train_mixture(
+        make_model,
+        lambda model, seed: vprop.Vprop(model.parameters(), num_data=10**9, seed=seed),
+        [(torch.ones(1, 1), torch.zeros(1, 1))],
+        Watching(1e-3, learnable=False),
+        members=2,
+    )
+    noises = [float(member.noise_variance) for member in mixture.members]
+    assert noises == pytest.approx([9.0, 1.0], rel=0.1)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

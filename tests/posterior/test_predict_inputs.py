@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -398,3 +399,57 @@ def test_another_default_device_changes_nothing(posterior, arguments):
         found = answers()
     for value, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(value, reference)
+
+
+# -- inputs that are tuples and more ---------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class OfPairs(nn.Module):
+    """Takes a pair as its first argument, and asks it by its names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, pair):
+        return self.layer(pair.left - pair.right)
+
+
+class OfPacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.layer = nn.RNN(2, 3, batch_first=True), nn.Linear(3, 1)
+
+    def forward(self, packed):
+        return self.layer(self.rnn(packed)[1][-1])
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_named_tuple_stays_one(batch_size):
+    model, x = OfPairs(), Pair(torch.ones(5, 2), torch.zeros(5, 2))
+    posterior = Vprop(model.parameters(), num_data=10).posterior(model, likelihood="gaussian")
+    plain = Vprop(model.layer.parameters(), num_data=10).posterior(model.layer, likelihood="gaussian")
+    found = posterior.predict((x,), 4, batch_size=batch_size).samples
+    torch.testing.assert_close(found, plain.predict(torch.ones(5, 2), 4).samples)
+
+
+def test_a_packed_sequence_stays_one():
+    model, lengths = OfPacked(), [3, 2, 1]
+    x = torch.randn(3, 3, 2, generator=torch.Generator().manual_seed(0))
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), batch_first=True)
+    posterior = Vprop(model.parameters(), num_data=10).posterior(model, likelihood="gaussian")
+    with torch.no_grad():
+        expected = torch.stack([sampled(packed) for sampled in posterior.sampled_models(4)])
+    for given in (packed, (packed,), iter([packed]), iter([(packed, torch.zeros(3, 1))])):
+        torch.testing.assert_close(posterior.predict(given, 4).samples, expected)
+    with pytest.raises(ValueError, match="cannot tell the examples of x apart: got a PackedSequence of a float32"):
+        posterior.predict(packed, 4, batch_size=2)
+    fit = vprop.calibration.fit_noise_scale(posterior, packed, expected[0] + torch.tensor([[3.0], [-3.0], [3.0]]))
+    assert fit.posterior.noise_variance > 1
+    loss = Objective(model, nn.functional.mse_loss, packed, torch.zeros(3, 1))()
+    torch.testing.assert_close(loss, model(packed).square().mean())

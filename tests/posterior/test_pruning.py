@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -138,6 +139,47 @@ def test_the_model_is_masked_by_torch(diagonal):
     assert [name for name, _ in diagonal.model.named_parameters()] == ["weight", "bias"]
     nn.utils.prune.remove(model, "weight")
     assert [name for name, _ in model.named_parameters()] == ["bias", "weight"]
+
+
+def test_a_masked_model_has_all_of_the_snapshot():
+    """Predictions at the mean are those of the snapshot, whatever the model has become since."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[1].running_mean.fill_(0.5)
+    posterior = vprop.Vprop(model.parameters(), num_data=10).posterior(model)
+    pruned, x = posterior.last_layer("2").prune(0.5), torch.ones(2, 3)
+    with torch.no_grad():
+        body = model.eval()[:2](x)
+        model[0].weight.zero_()  # training went on
+        model[1].running_mean.fill_(7.0)
+    expected = body @ pruned.mean["2.weight"].T + pruned.mean["2.bias"]
+    for masked in (pruned.mask_model(), pruned.mask_model(copy.deepcopy(model))):
+        torch.testing.assert_close(masked.eval()(x), expected)
+        assert int(masked[1].num_batches_tracked) == 0
+
+
+def test_a_calibrated_noise_is_saved(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 3, generator=generator), 0.1 * torch.randn(40, 1, generator=generator)
+    model = nn.Linear(3, 1)
+    optimizer = vprop.Vprop(model.parameters(), num_data=10**6)
+    for noise in (1.0, torch.tensor([1.0])):
+        pruned = optimizer.posterior(model, likelihood="gaussian", noise_variance=noise).prune(0.4)
+        calibrated = vprop.calibration.fit_noise_scale(pruned, x, y).posterior
+        calibrated.save(tmp_path / "pruned.safetensors")
+        loaded = vprop.load_posterior(tmp_path / "pruned.safetensors", model)
+        assert float(calibrated.noise_variance) != 1.0
+        assert float(loaded.noise_variance) == float(calibrated.noise_variance)
+        assert (loaded.scales, loaded.ess, loaded.seed) == (calibrated.scales, calibrated.ess, calibrated.seed)
+        torch.testing.assert_close(loaded.predict(x).variance, calibrated.predict(x).variance)
+
+
+def test_the_message_speaks_of_what_was_given():
+    model = nn.Linear(1, 1, bias=False)
+    posterior = vprop.Vprop(model.parameters(), num_data=10).posterior(model)
+    with pytest.raises(ValueError, match=r"Invalid fraction=0\.6.*must be small enough"):
+        posterior.prune(0.6)
+    with pytest.raises(ValueError, match=r"Invalid threshold=1000000000\.0.*largest \|μ\|\."):
+        posterior.prune(threshold=1e9, by="magnitude")
 
 
 def test_half_precision():

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from vprop.posterior import Prediction
+from vprop.posterior import LinearizedPrediction, Prediction, PredictionSummary
 
 
 def entropy(prediction: Prediction) -> Tensor:
@@ -22,7 +22,7 @@ def entropy(prediction: Prediction) -> Tensor:
     """
     if _is_regression(prediction):
         return _over_outputs(0.5 * (2 * math.pi * math.e * prediction.variance.double()).log())
-    return torch.special.entr(class_probabilities(prediction).mean(0)).sum(-1)
+    return torch.special.entr(_label_probabilities(prediction)).sum(-1)
 
 
 def mutual_information(prediction: Prediction) -> Tensor:
@@ -41,6 +41,10 @@ def mutual_information(prediction: Prediction) -> Tensor:
     """
     if _is_regression(prediction):
         return _over_outputs(0.5 * (prediction.variance.double() / prediction.aleatoric_variance.double()).log())
+    if _knows_itself(prediction):
+        _label_probabilities(prediction)  # one label for each example, and finite
+        own = prediction.mutual_information.double()
+        return own[..., 0] if own.dim() == 2 else own
     probs = class_probabilities(prediction)
     expected = torch.special.entr(probs).sum(-1).mean(0)
     return (torch.special.entr(probs.mean(0)).sum(-1) - expected).clamp_min(0)
@@ -66,7 +70,7 @@ def least_confidence(prediction: Prediction) -> Tensor:
     >>> least_confidence(Prediction(torch.zeros(1, 2, 4), "categorical")).tolist()
     [0.75, 0.75]
     """
-    return 1 - class_probabilities(prediction).mean(0).max(-1).values
+    return 1 - _label_probabilities(prediction).max(-1).values
 
 
 def class_probabilities(prediction: Prediction) -> Tensor:
@@ -90,6 +94,30 @@ def class_probabilities(prediction: Prediction) -> Tensor:
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("acquisition: the prediction has NaN or infinite logits. The model has diverged.")
     return logits.softmax(-1)
+
+
+def _knows_itself(prediction: Prediction) -> bool:
+    """Whether probabilities and mutual information come from elsewhere than samples: they were kept, or are exact."""
+    own = isinstance(prediction, PredictionSummary | LinearizedPrediction)
+    return own and prediction.likelihood in ("categorical", "bernoulli")
+
+
+def _label_probabilities(prediction: Prediction) -> Tensor:
+    """Predictive probabilities (examples, classes) in float64; a binary label has the classes 0 and 1."""
+    if not _knows_itself(prediction):
+        return class_probabilities(prediction).mean(0)
+    probs = prediction.probs.double()
+    if prediction.likelihood == "bernoulli":
+        probs = probs[..., 0] if probs.dim() == 2 and probs.shape[-1] == 1 else probs
+        probs = torch.stack([1 - probs, probs], dim=-1)
+    if probs.dim() != 2:
+        raise ValueError(
+            f"acquisition: the prediction has probabilities of shape {tuple(prediction.probs.shape)}, must be one "
+            "label for each example: (examples, classes), or (examples,) for a binary one."
+        )
+    if not bool(torch.isfinite(probs).all()):
+        raise ValueError("acquisition: the prediction has NaN among its probabilities. The model has diverged.")
+    return probs
 
 
 def _is_regression(prediction: Prediction) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vprop.checks import check_num_samples, check_seed
 from vprop.posterior import Posterior, Prediction
+from vprop.posterior.predictive.inputs import Place
 
 Batch = tuple[Any, Tensor]
 
@@ -33,7 +34,8 @@ def held_out_batches(posterior: Posterior, data: Any, y: Any, where: str) -> lis
         )
     else:
         pairs = data
-    batches = [(_moved(x, device), _moved(targets, device)) for x, targets in _pairs(pairs, where)]
+    place = Place.of(posterior.model)
+    batches = [(place.put(x), targets.to(device)) for x, targets in _pairs(pairs, where)]
     if not batches:
         raise ValueError(f"{where}(posterior, loader): the loader is empty. Pass data that were held out of training.")
     return batches
@@ -48,16 +50,6 @@ def _pairs(batches: Iterable[Any], where: str) -> Iterator[Batch]:
                 "go into one x, a tuple or a dict; torch.as_tensor(y) makes a tensor."
             )
         yield batch[0], batch[1]
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {name: _moved(part, device) for name, part in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)([_moved(part, device) for part in value])
-    return value
 
 
 def held_out_predictions(

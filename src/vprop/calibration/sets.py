@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +32,9 @@ class ConformalSets:
     which is right more often than ``level`` has sets of one class and a coverage of its accuracy.
 
     With ``randomized`` the class counts itself by a random share u, s + u·π(c|x) with u uniform in [0, 1], one for each
-    input. Scores then have no ties, the coverage is less than ``level`` + 1/(n+1), and sets may be empty.
+    input. Scores then have no ties, the coverage is less than ``level`` + 1/(n+1), and sets may be empty. u is a hash
+    of the input's own probabilities and the seed: sets do not depend on which inputs come together, all at once or one
+    by one, and inputs with the same probabilities, to the last bit, have the same set.
 
     >>> probs = torch.tensor([[0.75, 0.125, 0.125], [0.5, 0.375, 0.125], [0.5, 0.25, 0.25]])
     >>> sets = ConformalSets.fit(probs, torch.tensor([0, 1, 0]), level=0.75)  # scores 0, 0.5 and 0
@@ -58,7 +62,7 @@ class ConformalSets:
         check_level(level)
         check_flag("randomized", randomized)
         data = labelled(probs, labels, "multiclass")
-        scores = _scores(data.probs, _shares(len(data.probs), randomized, check_seed(seed), data.probs))
+        scores = _scores(data.probs, _shares(data.probs, randomized, check_seed(seed)))
         own = scores.gather(-1, data.labels[:, None])[:, 0]
         threshold = float(conformal_quantile(own, level, "conformal_sets"))
         return cls(level, threshold, len(own), randomized, seed)
@@ -66,13 +70,11 @@ class ConformalSets:
     def of(self, probs: Tensor, *, seed: int | None = None) -> Tensor:
         """Which classes are in the sets: true or false, in the shape of ``probs``, classes last.
 
-        ``seed`` is that of the random shares, if there are any.
+        ``seed`` is that of the random shares, if there are any; by default that of the calibration.
         """
-        # Not the numbers that the calibration examples had.
-        own_seed = (self.seed + 1) % 2**64 if seed is None else check_seed(seed)
         wide = probabilities(probs, rows=True)
-        shares = _shares(wide[..., 0].numel(), self.randomized, own_seed, wide)
         flat = wide.reshape(-1, wide.shape[-1])
+        shares = _shares(flat, self.randomized, self.seed if seed is None else check_seed(seed))
         return (_scores(flat, shares) <= self.threshold).reshape(wide.shape)
 
     def predict(self, x: Any, *, seed: int | None = None) -> Tensor:
@@ -147,9 +149,16 @@ def _scores(probs: Tensor, shares: Tensor | None) -> Tensor:
     return torch.empty_like(before).scatter_(-1, order, before)
 
 
-def _shares(count: int, randomized: bool, seed: int, like: Tensor) -> Tensor | None:
-    """A uniform number for each input, from a generator of its own."""
+def _shares(probs: Tensor, randomized: bool, seed: int) -> Tensor | None:
+    """A number in [0, 1) for each row of (n, C), a hash of its probabilities with the seed.
+
+    It depends on nothing else, not on the place of the row among others. Of inputs one by one none has the share of
+    another, and the score of an example is a function of the example: exchangeable scores are all that coverage needs.
+    """
     if not randomized:
         return None
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    return torch.rand(count, generator=generator, dtype=torch.float64, device="cpu").to(like.device)
+    form, key = struct.Struct(f"<{probs.shape[-1]}d"), seed.to_bytes(8, "little")
+    rows = (probs.double() + 0.0).tolist()  # −0 becomes 0
+    hashes = [hashlib.blake2b(form.pack(*row), digest_size=8, key=key).digest() for row in rows]
+    shares = [(int.from_bytes(digest, "little") >> 11) / 2**53 for digest in hashes]
+    return torch.tensor(shares, dtype=torch.float64, device="cpu").to(probs.device)

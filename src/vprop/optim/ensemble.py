@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,7 +36,8 @@ def train_mixture(
         make_optimizer: from a model and a seed to its optimizer, e.g.
             ``lambda model, seed: vprop.Vario(model.parameters(), num_data=1000, batch_size=32, seed=seed)``.
         loader: batches (x, y), read ``epochs`` times for every member.
-        loss_fn: ``loss_fn(model(x), y)``, the mean loss of a batch.
+        loss_fn: ``loss_fn(model(x), y)``, the mean loss of a batch. It has no parameters of its own to be learned, as
+            the optimizers have those of the models.
         members: how many.
         epochs: passes over the loader for each.
         seed: member k has the seed ``seed + k``.
@@ -55,7 +57,7 @@ def train_mixture(
     for name, value in (("members", members), ("epochs", epochs)):
         if not is_number(value, whole=True) or value < 1:
             raise invalid(name, value, "an integer >= 1", "4 members are a usual ensemble.")
-    known = likelihood_of(loss_fn) if likelihood is None else None
+    _refuse_parameters(loss_fn)
     posteriors = []
     for number in range(check_seed(seed), seed + members):
         with torch.random.fork_rng():
@@ -63,12 +65,27 @@ def train_mixture(
             model = make_model()
             optimizer = make_optimizer(model, number)
             scheduler = None if make_scheduler is None else make_scheduler(optimizer)
-            _train(model, optimizer, scheduler, loader, loss_fn, epochs)
+            own_loss = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may have a state
+            _train(model, optimizer, scheduler, loader, own_loss, epochs)
+        known = likelihood_of(own_loss) if likelihood is None else None
         arguments: dict[str, Any] = {"likelihood": likelihood}
         if known is not None:
             arguments = {"likelihood": known[0], "noise_variance": known[1] if known[0] == "gaussian" else None}
         posteriors.append(optimizer.posterior(model, **arguments))
     return Mixture(posteriors)
+
+
+def _refuse_parameters(loss_fn: LossFunction) -> None:
+    """Refuse a loss that learns: no optimizer here holds its parameters, and they would stay as they are."""
+    parameters = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
+    learned = [name for name, p in parameters if p.requires_grad]
+    if learned:
+        raise ValueError(
+            f"train_mixture(..., loss_fn): the {type(loss_fn).__name__} has parameters to be learned, {learned}, must "
+            "have none: nothing would train them. Hold them fixed, GaussianLikelihood(v, learnable=False), and mend "
+            "the noise afterwards with calibration.fit_noise_scale; or train each member in a loop with a loss and an "
+            "optimizer of its own, and pass their posteriors to vprop.Mixture([...])."
+        )
 
 
 def _train(

@@ -22,6 +22,8 @@ class Decisions:
 
     correlated: ClassVar[bool] = False
     """Whether Σ has the correlations of all weights, so that JΣJᵀ is what an example's outputs really vary by."""
+    _instead: ClassVar[str] = "Of a structure of your own, write it."
+    """What to do where a question has no answer."""
 
     # -- what a structure provides ---------------------------------------------------------------------------
 
@@ -46,8 +48,8 @@ class Decisions:
         """Refuse a question that the structure does not provide ``method`` for."""
         if getattr(type(self), method) is getattr(Decisions, method):
             raise TypeError(
-                f"{question}(): a {type(self).__name__} cannot answer, because its class has no {method}(). Ask the "
-                "members of a mixture one by one; of a structure of your own, write it."
+                f"{question}(): a {type(self).__name__} cannot answer, because its class has no {method}(). "
+                f"{self._instead.format(question=question)}"
             )
 
     # -- the questions ---------------------------------------------------------------------------------------

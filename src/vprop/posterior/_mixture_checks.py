@@ -69,6 +69,22 @@ def check_priors(members: Sequence[Posterior]) -> None:
                     )
 
 
+def check_frozen(members: Sequence[Posterior]) -> None:
+    """Refuse to save members whose weights without a posterior differ: a file is loaded over one model."""
+    first = members[0]
+    for number, member in enumerate(members[1:], start=1):
+        others = dict(member.model.named_parameters())
+        for name, p in first.model.named_parameters():
+            if name in first.mean or first.model is member.model:
+                continue
+            if name not in others or not torch.equal(p.detach(), others[name].detach().to(p)):
+                raise ValueError(
+                    f"save(path): {name!r} has no posterior and is not the same in the models of members 0 and "
+                    f"{number}, and a mixture is loaded over one model. Save each of mixture.members with the "
+                    "state_dict of its model, load each over a model of its own, and make the Mixture of these again."
+                )
+
+
 def agreed(values: Sequence[float | None]) -> float | None:
     """What all have, or nothing."""
     return values[0] if all(value == values[0] for value in values) else None

@@ -72,8 +72,7 @@ def _check_shard(first: Posterior, shard: Posterior, number: int) -> None:
             f"merge(posteriors): number {number} is calibrated ({shard.scales}), must be as it was trained: what was "
             "found for one shard does not hold for the whole. Merge the posteriors first, and calibrate the result."
         )
-    if shard.model is not first.model:
-        _check_constants(first, shard, number)
+    _check_constants(first, shard, number)
 
 
 def _check_numbers(shard: Posterior, number: int) -> None:
@@ -101,14 +100,19 @@ def check_prior_precision(precision: dict[str, Tensor], where: str) -> None:
 
 
 def _check_constants(first: Posterior, shard: Posterior, number: int) -> None:
-    """Parameters without a posterior are taken from the first model: they must be the same in the others."""
-    others = dict(shard.model.named_parameters())
-    for name, p in first.model.named_parameters():
+    """Parameters without a posterior are those of the first, of its model or snapshot: others must have the same."""
+    mine, others = (dict(p.model.named_parameters()) | p.constants for p in (first, shard))
+    for name, p in mine.items():
         other = others.get(name)
-        if name not in first.mean and (other is None or not torch.equal(p.detach(), other.detach().to(p))):
+        if name in first.mean or other is p:
+            continue
+        if other is None or not torch.equal(p.detach(), other.detach().to(p)):
+            remedy = "Load the same frozen weights into the models of all shards."
+            if name in first.constants or name in shard.constants:
+                remedy = "Merge the posteriors of all weights, and call last_layer() of the result."
             raise ValueError(
                 f"merge(posteriors): {name!r} has no posterior and is not the same in the models of numbers 0 and "
-                f"{number}. Load the same frozen weights into the models of all shards."
+                f"{number}. {remedy}"
             )
 
 

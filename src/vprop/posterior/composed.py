@@ -24,6 +24,7 @@ class ComposedPosterior(Posterior):
     """
 
     structure = "composed"
+    _instead = "Ask its parts, which are independent of each other: posterior.parts[name].{question}(...)."
 
     def __init__(
         self,

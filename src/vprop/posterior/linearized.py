@@ -136,9 +136,8 @@ class LinearizedPrediction(Prediction):
     def _class_covariance(self) -> Tensor:
         """(…, classes, classes): of the outputs of an example those that are the classes of one label."""
         shape, classes = self.output_mean.shape, self.output_mean.shape[-1]
-        blocks = self.output_covariance.reshape(
-            shape[0], -1, classes, self.output_covariance.shape[-1] // classes, classes
-        )
+        labels = self.output_covariance.shape[-1] // classes
+        blocks = self.output_covariance.reshape(shape[0], labels, classes, labels, classes)
         return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).reshape(*shape, classes)
 
     # -- regression ------------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def merge(
         noise_variance: of the result, likewise; shards that learned their noise each have another.
 
     Buffers of floating point (the running statistics of BatchNorm) are averaged with weights ess, counts of batches
-    are added up, and other integers must be the same.
+    are added up, and other integers must be the same. Posteriors of a last layer (:meth:`Posterior.last_layer`) must
+    have the same weights in the other layers.
 
     >>> import torch
     >>> from vprop.posterior import DiagonalPosterior
@@ -72,7 +73,10 @@ def merge(
         "buffers": _shards.merged_buffers(shards),
         **_shards.agreed_likelihood(shards, likelihood, noise_variance),
     }
-    return cast(_AnyPosterior, first._merged(shards, whole_prior, rest))
+    merged = cast(_AnyPosterior, first._merged(shards, whole_prior, rest))
+    merged.constants = first.constants
+    merged.head = first.head if all(shard.head == first.head for shard in shards) else None
+    return merged
 
 
 # -- the prior ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,14 @@ from vprop import noise
 from vprop.checks import is_finite, shown
 from vprop.posterior import io
 from vprop.posterior._base import Posterior
-from vprop.posterior._mixture_checks import agreed, agreed_likelihood, agreed_scales, check_members, check_priors
+from vprop.posterior._mixture_checks import (
+    agreed,
+    agreed_likelihood,
+    agreed_scales,
+    check_frozen,
+    check_members,
+    check_priors,
+)
 from vprop.posterior.prior import GaussianPrior
 from vprop.replica import Replica
 
@@ -51,6 +58,7 @@ class Mixture(Posterior):
     """
 
     structure = "mixture"
+    _instead = "Ask the members of a mixture one by one: mixture.members[k].{question}(...)."
 
     def __init__(self, posteriors: Iterable[Posterior], weights: Sequence[float] | None = None) -> None:
         given = check_members(posteriors)
@@ -69,7 +77,7 @@ class Mixture(Posterior):
             snapshot=first.snapshot,
             buffers=first.buffers,
             scales=agreed_scales(given),
-            **agreed_likelihood(self.members, self.weights),
+            **agreed_likelihood(given, shares),  # a mixture among them may have a noise of its own, from a calibration
         )
 
     def __repr__(self) -> str:
@@ -137,6 +145,7 @@ class Mixture(Posterior):
         """The same mixture of others."""
         other = Mixture(members, self.weights)
         other.scales = self.scales
+        other.likelihood, other.noise_variance = self.likelihood, self.noise_variance
         return other
 
     def _shares(self) -> Tensor:
@@ -171,6 +180,7 @@ class Mixture(Posterior):
     # -- files -----------------------------------------------------------------------------------------------
 
     def _sections(self) -> dict[str, dict[str, Tensor]]:
+        check_frozen(self.members)
         parts = (io.parts_of(member)[0] for member in self.members)
         return {"member": {f"{k}/{key}": tensor for k, part in enumerate(parts) for key, tensor in part.items()}}
 
@@ -195,7 +205,8 @@ class Mixture(Posterior):
             }
             members.append(io.made_of(io.sections_of(own), settings, model))
         mixture = cls(members, rest["weights"])
-        mixture.scales = rest.get("scales", mixture.scales)
+        for name in ("scales", "likelihood", "noise_variance"):  # a calibration changes them of the whole alone
+            setattr(mixture, name, rest.get(name, getattr(mixture, name)))
         return mixture
 
     def _in_order(self, names: list[str]) -> Mixture:

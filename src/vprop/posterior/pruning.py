@@ -38,6 +38,7 @@ class PrunedPosterior(Posterior):
     """
 
     structure = "pruned"
+    _instead = "Ask the posterior before it is pruned: posterior.{question}(...), then prune(...)."
     sections_by_parameter = ("mask",)
 
     def __init__(self, model: nn.Module, masks: dict[str, Tensor], kept: Posterior, prior: GaussianPrior) -> None:
@@ -60,7 +61,8 @@ class PrunedPosterior(Posterior):
     def mask_model(self, model: nn.Module | None = None) -> nn.Module:
         """Write the mean into ``model`` (by default a copy of the posterior's own) and hold its pruned weights at zero.
 
-        It is changed and returned; its pruned parameters get another name (``weight_orig``). That is done by
+        Buffers become those of the snapshot, and of a last layer's posterior so do the weights of the other layers. The
+        model is changed and returned; its pruned parameters get another name (``weight_orig``). That is done by
         ``torch.nn.utils.prune``, so that training goes on with the others alone; ``torch.nn.utils.prune.remove(module,
         name)`` makes it permanent.
         """
@@ -69,8 +71,12 @@ class PrunedPosterior(Posterior):
         model = copy.deepcopy(self.model) if model is None else model
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for name, mean in self.mean.items():
-                parameters[name].copy_(mean)
+            for name, value in (self.constants | self.mean).items():
+                parameters[name].copy_(value)
+            for name, buffer in model.named_buffers():
+                saved = self.buffers.get(name)
+                if saved is not None and saved.shape == buffer.shape:  # a cache may have grown since
+                    buffer.copy_(saved)
         for name in self._pruned_parameters:
             path, _, own = name.rpartition(".")
             torch_prune.custom_from_mask(model.get_submodule(path), own, self.masks[name].to(parameters[name].device))
@@ -172,8 +178,11 @@ class PrunedPosterior(Posterior):
     ) -> PrunedPosterior:
         kept = io.made_of(io.sections_of(sections["inner"]), rest["inner"], model)
         kept.buffers = rest["buffers"]
-        kept.scales = rest.get("scales", kept.scales)
-        return cls(model, {name: sections["mask"][name] for name in mean}, kept, prior)
+        pruned = cls(model, {name: sections["mask"][name] for name in mean}, kept, prior)
+        # A calibration changes the whole alone, not the posterior of the kept weights inside.
+        for name in ("ess", "temperature", "seed", "likelihood", "noise_variance", "scales"):
+            setattr(pruned, name, rest.get(name, getattr(pruned, name)))
+        return pruned
 
     def _in_order(self, names: list[str]) -> Posterior:
         if list(self.mean) == names:
@@ -218,7 +227,10 @@ def prune(
             masks[name] = piece.view(score.shape).to(score.device)
     kept = torch.cat([mask.flatten().to(next(iter(masks.values())).device) for mask in masks.values()])
     if not bool(kept.any()):
-        raise invalid("threshold", threshold, "below the largest |μ|/σ", "Nothing would be kept.")
+        compared = "|μ|/σ" if by == "signal_to_noise" else "|μ|"
+        if threshold is not None:
+            raise invalid("threshold", threshold, f"at most the largest {compared}", "Nothing would be kept.")
+        raise invalid("fraction", fraction, "small enough to keep one weight", f"All {kept.numel()} would be zero.")
     pruned = PrunedPosterior(posterior.model, masks, posterior._given_zeros(kept), posterior.prior)
     pruned.head, pruned.constants = posterior.head, posterior.constants
     return pruned

@@ -15,6 +15,7 @@ def last_layer(posterior: Posterior, head: Any) -> Posterior:
     """What ``posterior.last_layer`` does: the marginal of the head's weights, with the others at their mean."""
     name = _default(posterior) if head is None else head
     module = _module(posterior.model, name)
+    _refuse_shared(posterior.model, name, module)  # their names may be those of another module
     own = [f"{name}.{inner}" for inner, _ in module.named_parameters()]
     names = [parameter for parameter in posterior.mean if parameter in own]
     if not names:
@@ -22,7 +23,6 @@ def last_layer(posterior: Posterior, head: Any) -> Posterior:
             f"last_layer({name!r}): none of this module's weights has a posterior, must have one at least. Those that "
             f"have: {_some(list(posterior.mean))}."
         )
-    _refuse_shared(posterior.model, name, module)
     other = copy.copy(posterior) if names == list(posterior.mean) else posterior._restricted(names)
     rest = {key: mean for key, mean in posterior.mean.items() if key not in names}
     other.head, other.constants = name, posterior.constants | posterior._in_model_dtypes(rest)

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
 from vprop.checks import invalid, is_number, shown
@@ -40,10 +41,12 @@ class Place(NamedTuple):
         """Tensors on the device, arrays as tensors there; also inside of tuples, lists and dicts."""
         if isinstance(value, Tensor):
             return value if self.device is None else value.to(self.device)
+        if isinstance(value, PackedSequence):
+            return value if self.device is None else cast(Any, value).to(self.device)
         if isinstance(value, Mapping):
             return {key: self.put(entry) for key, entry in value.items()}
         if isinstance(value, tuple | list):
-            return tuple(self.put(entry) for entry in value)
+            return _tuple_like(value, [self.put(entry) for entry in value])
         if is_array(value):
             tensor = _tensor_from(value)
             return tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)
@@ -117,7 +120,7 @@ def leaves(x: Any) -> Iterator[Any]:
     """What is inside of tuples, lists and dicts."""
     if isinstance(x, Mapping):
         x = tuple(x.values())
-    if isinstance(x, tuple | list):
+    if isinstance(x, tuple | list) and not isinstance(x, PackedSequence):
         for value in x:
             yield from leaves(value)
     else:
@@ -128,9 +131,14 @@ def mapped(function: Callable[[Any], Any], x: Any) -> Any:
     """The same tuples and dicts with other things inside."""
     if isinstance(x, Mapping):
         return {key: mapped(function, value) for key, value in x.items()}
-    if isinstance(x, tuple | list):
-        return tuple(mapped(function, value) for value in x)
+    if isinstance(x, tuple | list) and not isinstance(x, PackedSequence):
+        return _tuple_like(x, [mapped(function, value) for value in x])
     return function(x)
+
+
+def _tuple_like(x: Any, values: list[Any]) -> tuple:
+    """A tuple of the values; a named one stays what it is, because models ask it by its names."""
+    return x._make(values) if isinstance(x, tuple) and hasattr(x, "_make") else tuple(values)
 
 
 def described(x: Any) -> str:
@@ -139,6 +147,8 @@ def described(x: Any) -> str:
         return f"a {str(x.dtype).removeprefix('torch.')} tensor of shape {tuple(x.shape)} on {x.device}"
     if isinstance(x, Mapping):
         return "{" + ", ".join(f"{key!r}: {described(value)}" for key, value in x.items()) + "}"
+    if isinstance(x, PackedSequence):
+        return f"a PackedSequence of {described(x.data)}"
     if isinstance(x, tuple | list):
         return "(" + ", ".join(described(value) for value in x) + ")"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
@@ -179,7 +189,7 @@ def _without_labels(batch: Any, taken: set[str] | None) -> Any:
         return batch.x
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key not in LABELS or taken is None or key in taken}
-    if not isinstance(batch, tuple | list):
+    if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence):
         _refuse(batch)
         return batch
     if len(batch) not in (1, 2):
