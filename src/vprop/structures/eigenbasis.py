@@ -18,7 +18,7 @@ from vprop import noise
 from vprop.checks import invalid
 from vprop.curvature import SquaredGradient
 from vprop.functional import diagonal
-from vprop.functional.eigenbasis import is_solved, matrix_shape
+from vprop.functional.eigenbasis import gram, is_solved, matrix_shape
 from vprop.posterior import EigenbasisPosterior
 from vprop.structures import floors
 from vprop.structures.base import MEAN, TensorSpec
@@ -120,7 +120,7 @@ class Eigenbasis(PortableDiagonal):
                         what = f"{key!r} of parameter {member.number} is {found}, must have {(length, length)}"
                         raise broken(what)
                 assert basis is not None
-                error = basis.mT @ basis - torch.eye(length, dtype=basis.dtype, device=basis.device)
+                error = gram(basis) - torch.eye(length, dtype=basis.dtype, device=basis.device)
                 if float(error.abs().max()) > 1e-2:
                     raise broken(f"'{side}_basis' of parameter {member.number} is not orthogonal")
 
