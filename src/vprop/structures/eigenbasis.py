@@ -20,6 +20,7 @@ from vprop.curvature import SquaredGradient
 from vprop.functional import diagonal
 from vprop.functional.eigenbasis import gram, is_solved, matrix_shape
 from vprop.posterior import EigenbasisPosterior
+from vprop.precision import compute_dtype
 from vprop.structures import floors
 from vprop.structures.base import MEAN, TensorSpec
 from vprop.structures.checks import broken
@@ -280,7 +281,9 @@ class Eigenbasis(PortableDiagonal):
 
     def _prior_means(self, batch: FoldedBatch) -> float | Tensor:
         given = [member.prior_mean for member in batch.members]
-        return batch.rotation.stack(given) if isinstance(given[0], Tensor) else 0.0  # type: ignore[arg-type]
+        if not isinstance(given[0], Tensor):
+            return 0.0
+        return batch.rotation.stack(given).to(compute_dtype(batch.members[0].p))  # type: ignore[arg-type]
 
     def _counts(self, batch: FoldedBatch) -> Tensor | float:
         """The numbers of this step, which is counted already, where the update asks for them."""
