@@ -96,7 +96,7 @@ class TrainingLoops(Optimizer):
             self._structure.make_state()
             return None
         scaled, self._loop.asked_by_grad_scaler = self._loop.asked_by_grad_scaler, False
-        loss = None
+        loss, folding = None, False
         try:
             if closure is not None:
                 if scaled or not callable(closure):
@@ -114,10 +114,13 @@ class TrainingLoops(Optimizer):
                     refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._loop.attached)
             if self._resolution.several_ranks:
                 self._seed_check.compare(self.param_groups)
+            folding = True
             structure.fold(sampling.open_sample, sampling.folded_samples)
             structure.update(sampling.plan)
         except BaseException:
             sampling.put_mean_back()
+            if folding:
+                sampling.forget_failed()
             raise
         sampling.forget_samples()
         self._loop.block_was_idle = False
@@ -258,8 +261,13 @@ class TrainingLoops(Optimizer):
         sampling = self._sampling
         if all(p.grad is None for p in self._params) and any(p.requires_grad for p in self._params):
             refusals.require_gradient(sampling.open_sample)
-        with torch.no_grad():
-            self._structure.fold(sampling.open_sample, sampling.folded_samples)
+        try:
+            with torch.no_grad():
+                self._structure.fold(sampling.open_sample, sampling.folded_samples)
+        except BaseException:
+            sampling.put_mean_back()
+            sampling.forget_samples()
+            raise
         sampling.close_folded()
         super().zero_grad(set_to_none=True)
 
