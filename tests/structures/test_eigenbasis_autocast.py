@@ -93,7 +93,7 @@ def test_questions(dtype):
 @pytest.mark.parametrize("dtype", KINDS)
 def test_checkpoints(dtype):
     """A basis of a checkpoint is not orthogonal in half precision."""
-    model, optimizer = trained("closure", None)
+    _, optimizer = trained("closure", None)
     _, other = make()
     with maybe_autocast(dtype):
         other.load_state_dict(optimizer.state_dict())

@@ -34,7 +34,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 Basis = Tensor | None
 """Q as a batch of orthogonal matrices, or ``None`` for the identity."""

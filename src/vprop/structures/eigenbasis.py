@@ -106,6 +106,14 @@ class Eigenbasis(PortableDiagonal):
             state[f"{side}_average"] = torch.zeros(length, length, dtype=dtype, device=p.device)
         return state
 
+    def peek_state(self, member: Member) -> State:
+        """In the precision that it is kept in, also of a model that was brought into another one meanwhile."""
+        state = super().peek_state(member)
+        if state["hess"].dtype == self.dtype_of("hess", member):
+            return state
+        kept = self.state_spec.keys()
+        return {key: v.to(self.dtype_of(key, member)) if key in kept else v for key, v in state.items()}
+
     def check_state(self, groups: list[GroupStep], state: dict[Any, State]) -> None:
         """Refuse bases that are not those of the parameter, or none at all."""
         super().check_state(groups, state)
@@ -114,6 +122,12 @@ class Eigenbasis(PortableDiagonal):
             for side, length in sides_of(member.p.shape, max(member.p.numel(), 1)):
                 basis, average = own.get(f"{side}_basis"), own.get(f"{side}_average")
                 if basis is None and average is None:
+                    limit = member.group["max_basis_dim"]
+                    if length <= limit and int(own.get("step", 0)) > 0:
+                        raise broken(
+                            f"the state of parameter {member.number} has neither '{side}_basis' nor '{side}_average', "
+                            f"which max_basis_dim={limit} of the checkpoint's group asks for"
+                        )
                     continue
                 for key, value in ((f"{side}_basis", basis), (f"{side}_average", average)):
                     if value is None or tuple(value.shape) != (length, length):

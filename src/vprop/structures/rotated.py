@@ -52,7 +52,8 @@ class RotatedKernels:
 
     def _table(self, members: Sequence[Member], states: Sequence[State], weights: Tensor) -> Table:
         """The table of a batch, with ``weights``, one matrix after the other, in the place of the parameters."""
-        assert weights.dtype == COMPUTE and weights.is_contiguous()  # a kernel would write past anything shorter
+        assert weights.dtype == COMPUTE  # a kernel would write past the end of anything shorter
+        assert weights.is_contiguous()
         roles = [role for role, key in _KEYS.items() if key in states[0]]
         pointers = tuple(state[_KEYS[role]].data_ptr() for role in roles for state in states)
         key = (tuple(member.number for member in members), tuple(roles), pointers)
