@@ -501,3 +501,86 @@ def test_the_diagnosis_reads_it():
 
 def test_matrix_shapes():
     assert eigenbasis.matrix_shape(torch.Size([2, 3, 4])) == (2, 12)
+
+
+# -- a model that changes its precision --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [vprop.Vprop, vprop.IVON])
+def test_a_model_in_another_precision_goes_on(kind, fused):
+    """In float64 a run goes on from the float32 state, and back; the step count tells that none was lost."""
+    runs = []
+    for dtype in (torch.float32, torch.float64):
+        model = make_model()
+        arguments = {"lr": 0.01, "num_data": 200, "basis_every": 2, "betas": (0.9, 0.99), "seed": 2, "fused": fused}
+        optimizer = kind(model.parameters(), structure="eigenbasis", **arguments)
+        train(None, model=model, optimizer=optimizer, steps=4)
+        model.to(dtype)
+        x, y = make_batch(dtype=dtype)
+        optimizer.posterior(model).sample(seed=1)
+        for _ in range(4):
+            with optimizer.sampled_params():
+                nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p in model.parameters():
+            state = optimizer.state[p]
+            assert int(state["step"]) == 8
+            assert {value.dtype for key, value in state.items() if key != "step"} == {dtype}
+        runs.append([p.detach().double() for p in model.parameters()])
+        model.float()
+        train(None, model=model, optimizer=optimizer, steps=5, first_step=4)
+    for p, q in zip(*runs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_evaluation_leaves_a_state_of_another_precision_alone():
+    model, optimizer = make()
+    train(None, model=model, optimizer=optimizer, steps=2)
+    model.double()
+    with optimizer.sampled_params(train=False):
+        pass
+    assert all(optimizer.state[p]["hess"].dtype == torch.float32 for p in model.parameters())
+
+
+# -- a checkpoint without bases ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "side"), [(0, "left"), (0, "right"), (1, "left"), (2, "right")])
+def test_a_checkpoint_without_a_basis_is_refused(number, side):
+    model, optimizer = make()
+    train(None, model=model, optimizer=optimizer, steps=2)
+    saved = optimizer.state_dict()
+    missing = (f"{side}_basis", f"{side}_average")
+    entry = {name: value for name, value in saved["state"][number].items() if name not in missing}
+    saved["state"] = saved["state"] | {number: entry}
+    with pytest.raises(ValueError, match=f"parameter {number} has neither '{side}_basis' nor '{side}_average'"):
+        optimizer.load_state_dict(saved)
+    train(None, model=model, optimizer=optimizer, steps=3, first_step=2)  # as it was
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(4, 1024), (1024, 4)])
+def test_the_checkpoint_says_which_sides_have_a_basis(theirs, ours):
+    model, optimizer = make(max_basis_dim=theirs)
+    train(None, model=model, optimizer=optimizer, steps=2)
+    other, resumed = make(max_basis_dim=ours)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0]["max_basis_dim"] == theirs
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[p].keys() == resumed.state[q].keys()
+    train(None, model=other, optimizer=resumed, steps=3, first_step=2)
+
+
+def test_a_state_that_has_made_no_step_may_lack_its_bases():
+    model, optimizer = make(lr=0.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # asks for the state that a checkpoint can be loaded into
+    saved = optimizer.state_dict()
+    saved["state"] = {
+        number: {name: value for name, value in entry.items() if name in ("step", "hess", "momentum")}
+        for number, entry in saved["state"].items()
+    }
+    optimizer.load_state_dict(saved)

@@ -27,9 +27,15 @@ C_L, C_R and the momentum average, is rotated exactly.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 Basis = Tensor | None
 """Q as a batch of orthogonal matrices, or ``None`` for the identity."""
@@ -38,6 +44,24 @@ LARGEST_TURN = 1.0
 """The spectral norm of a turn's generator: more at once would be no small rotation any more."""
 _POLISHES = 4
 """Iterations X ← X(3I−XᵀX)/2: from singular values in [1, √1.25] they end within 10⁻¹² of 1."""
+
+
+def in_full_precision(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """For functions with matrix products: autocast, which would round their factors to half precision, is off in them.
+
+    Who calls ``step()`` or asks a posterior inside an autocast block means the model's arithmetic, not ours.
+    """
+
+    @wraps(function)
+    def exact(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        kinds = {arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
+        for kind in kinds:
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    return exact(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return exact
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -51,6 +75,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     return shape[0], shape[1:].numel()
 
 
+@in_full_precision
 def rotated(x: Tensor, left: Basis, right: Basis) -> Tensor:
     """Q_Lᵀ x Q_R."""
     if left is not None:
@@ -58,6 +83,7 @@ def rotated(x: Tensor, left: Basis, right: Basis) -> Tensor:
     return x if right is None else x @ right
 
 
+@in_full_precision
 def rotated_back(x: Tensor, left: Basis, right: Basis) -> Tensor:
     """Q_L x Q_Rᵀ."""
     if left is not None:
@@ -83,6 +109,7 @@ def wide(matrix: Tensor) -> Tensor:
     return matrix if matrix.device.type == "mps" else matrix.double()
 
 
+@in_full_precision
 def turned(basis: Tensor, average: Tensor, rounding: float) -> Tensor:
     """Bases after one small rotation towards the eigenvectors of Q·C·Qᵀ, by matrix products alone.
 
@@ -112,6 +139,7 @@ def _norm_bound(square: Tensor) -> Tensor:
     return (norm.square() / 2).pow(1 / 8).clamp_min(1e-30)
 
 
+@in_full_precision
 def orthogonal(matrix: Tensor) -> Tensor:
     """The orthogonal matrix nearest to one whose singular values are near 1."""
     for _ in range(_POLISHES):
@@ -119,6 +147,13 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return matrix
 
 
+@in_full_precision
+def gram(x: Tensor) -> Tensor:
+    """xᵀx."""
+    return x.mT @ x
+
+
+@in_full_precision
 def solved(basis: Tensor, average: Tensor, rounding: float) -> Tensor:
     """Bases of the eigenvectors of Q·C·Qᵀ themselves; as they were where the decomposition fails.
 

@@ -86,24 +86,26 @@ class TrainingLoops(Optimizer):
         all samples and calls it once for each (once at the mean if ``mc_samples=0``). Without one, the gradients
         of ``sampled_params()`` blocks or of an attached model are used.
         """
-        sampling, structure = self._sampling, self._structure
+        sampling = self._sampling
         if sampling.holder is Holder.CALLER:
             sampling.refuse_inside_sample("step()")
         if sampling.aside is not None:
             sampling.end_looks()
         if closure is None and sampling.open_sample is None and is_asked_for_state(self):
             self._prepare()
-            structure.make_state()
+            self._structure.make_state()
             return None
         scaled, self._loop.asked_by_grad_scaler = self._loop.asked_by_grad_scaler, False
-        loss = None
+        loss, folding = None, False
         try:
             if closure is not None:
                 if scaled or not callable(closure):
                     refusals.refuse_no_closure(closure)
                 loss = self._evaluate(closure)
+                structure = self._structure
             else:
-                steps, structure.examples = self._prepare(), None
+                steps, structure = self._prepare(), self._structure  # which the groups may have changed
+                structure.examples = None
                 if structure.needs_objective:
                     refusals.require_objective(type(self).__name__)
                 if structure.asks_objective:
@@ -112,10 +114,13 @@ class TrainingLoops(Optimizer):
                     refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._loop.attached)
             if self._resolution.several_ranks:
                 self._seed_check.compare(self.param_groups)
+            folding = True
             structure.fold(sampling.open_sample, sampling.folded_samples)
             structure.update(sampling.plan)
         except BaseException:
             sampling.put_mean_back()
+            if folding:
+                sampling.forget_failed()
             raise
         sampling.forget_samples()
         self._loop.block_was_idle = False
@@ -128,14 +133,14 @@ class TrainingLoops(Optimizer):
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure once per sample; returns the mean of what it returned. The last sample stays."""
-        sampling, structure = self._sampling, self._structure
-        begun = sampling.open_sample is not None and structure.groups[0].samples == 1
+        sampling = self._sampling
+        begun = sampling.open_sample is not None and self._structure.groups[0].samples == 1
         if begun:
             sampling.forget_folded()  # of a step that failed
         elif sampling.drawn_samples or not sampling.is_mean:
             sampling.put_mean_back()
             sampling.forget_samples()
-        steps = self._prepare()
+        steps, structure = self._prepare(), self._structure
         if structure.needs_objective and not isinstance(closure, Objective):
             refusals.require_objective(type(self).__name__)
         structure.examples = closure.examples_on_all_ranks() if isinstance(closure, Objective) else None
@@ -256,8 +261,13 @@ class TrainingLoops(Optimizer):
         sampling = self._sampling
         if all(p.grad is None for p in self._params) and any(p.requires_grad for p in self._params):
             refusals.require_gradient(sampling.open_sample)
-        with torch.no_grad():
-            self._structure.fold(sampling.open_sample, sampling.folded_samples)
+        try:
+            with torch.no_grad():
+                self._structure.fold(sampling.open_sample, sampling.folded_samples)
+        except BaseException:
+            sampling.put_mean_back()
+            sampling.forget_samples()
+            raise
         sampling.close_folded()
         super().zero_grad(set_to_none=True)
 

@@ -81,7 +81,7 @@ class VariationalOptimizer(TrainingLoops):
         self._resolution = Resolution()
         self._seed_check = SeedCheck()
         self._loop = LoopState()
-        self._structure_names: list[str] = []
+        self._structure_of: dict[Tensor, str] = {}
         self._snapshots = 0
         self._watch_lifetime()
 
@@ -135,16 +135,23 @@ class VariationalOptimizer(TrainingLoops):
         take_auto(group)
         check_parameters(group["params"])
         check_hyperparameters(group, self._hyperparameters)
-        structure = self._structure
-        (part_of(structure, group["structure"]) if "structure" in group else structure).check_group(group)
+        self._check_by_structure(group)
+
+    def _check_by_structure(self, group: dict[str, Any]) -> None:
+        """Refuse what the structure that the group asks for cannot do with."""
+        chooses, structure = "structure" in self._hyperparameters, self._structure
+        (part_of(structure, group["structure"]) if chooses else structure).check_group(group)
 
     def _fit_structure(self, groups: list[dict[str, Any]]) -> None:
         """Hold the structures that the groups ask for, where the optimizer lets them choose."""
-        names = [group["structure"] for group in groups if "structure" in group]
-        if names == self._structure_names or not names:
+        declared = self._hyperparameters.get("structure")
+        if declared is None or not groups:
             return
-        for group, former in zip(groups, self._structure_names, strict=False):
-            if group["structure"] != former and any(self.state.get(p) for p in group["params"]):
+        for group in groups:
+            declared.check("structure", group)  # which may have been edited
+            formers = [self._structure_of.get(p) for p in group["params"] if self.state.get(p)]
+            former = next((name for name in formers if name not in (None, group["structure"])), None)
+            if former is not None:
                 wanted, group["structure"] = group["structure"], former
                 raise invalid(
                     "structure",
@@ -152,14 +159,14 @@ class VariationalOptimizer(TrainingLoops):
                     f"{former!r}, as it was when the group's state was made",
                     "Make a new optimizer for another structure; posterior.as_prior() can be its prior.",
                 )
-        fitting = structure_for(names, self._structure)
+        fitting = structure_for([group["structure"] for group in groups], self._structure)
         if fitting is not self._structure:
-            if not self._sampling.is_mean:
+            if self._sampling.drawn_samples or not self._sampling.is_mean:
                 self._sampling.put_mean_back()
                 self._sampling.forget_samples()
             fitting.take_over(self._structure)
             self._structure = self._sampling.structure = fitting
-        self._structure_names = names
+        self._structure_of = {p: group["structure"] for group in groups for p in group["params"]}
 
     @classmethod
     def _shared_by_groups(cls) -> list[str]:
@@ -259,8 +266,9 @@ class VariationalOptimizer(TrainingLoops):
     @contextmanager
     def _as_groups_are_now(self) -> Iterator[None]:
         """For questions between two steps: the samples of a step that has begun go on with what was decided for it."""
+        steps = self._resolution.steps(self)  # which may bring another structure
         decided = self._structure.groups
-        self._structure.prepare(self._resolution.steps(self), self.state)
+        self._structure.prepare(steps, self.state)
         try:
             yield
         finally:

@@ -83,6 +83,8 @@ def resolved(optimizer: VariationalOptimizer, groups: list[dict[str, Any]]) -> l
     """The groups as a step sees them, after a check of what can be edited at any time."""
     check_sample_counts(optimizer, groups)
     optimizer._fit_structure(groups)
+    for group in groups:
+        optimizer._check_by_structure(group)
     optimizer._structure.check_groups(groups, optimizer._shared_by_groups())
     steps, number = [], 0
     for i, group in enumerate(groups):

@@ -184,6 +184,17 @@ class Sampling:
         if self.structure.has_folded:
             self.structure.forget()
 
+    def forget_failed(self) -> None:
+        """Forget what was folded of a step that failed; the mean must be in the weights.
+
+        The gradients of its last sample may be folded or not. If it was the only one, it stays open: the step can be
+        made once its gradients are in order. Several start over.
+        """
+        if self.folded_samples:
+            self.forget_samples()
+        else:
+            self.structure.forget()
+
     def refuse_inside_sample(self, what: str) -> None:
         """An error while a caller holds a sample in the weights."""
         if self.holder is Holder.CALLER:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vprop.objective import Objective
 from vprop.posterior import ComposedPosterior
 from vprop.structures.base import Structure, TensorSpec
-from vprop.structures.members import GroupStep, Marginal, State
+from vprop.structures.members import GroupStep, Marginal, State, refuse_sparse_gradient
 from vprop.structures.plans import Plan
 
 
@@ -144,7 +145,13 @@ class Composed(Structure):
                 part.observe(objective, sample)
 
     def fold(self, sample: int | None, folded_samples: int) -> None:
-        """Fold the gradients of all parameters."""
+        """Fold the gradients of all parameters.
+
+        A part may find out in its update only that it cannot do with a gradient, when others have made their step.
+        """
+        for member in self.members:
+            if member.p.grad is not None and member.p.grad.layout != torch.strided:
+                refuse_sparse_gradient(member)
         for part in self.parts.values():
             part.fold(sample, folded_samples)
 

@@ -18,8 +18,9 @@ from vprop import noise
 from vprop.checks import invalid
 from vprop.curvature import SquaredGradient
 from vprop.functional import diagonal
-from vprop.functional.eigenbasis import is_solved, matrix_shape
+from vprop.functional.eigenbasis import gram, is_solved, matrix_shape
 from vprop.posterior import EigenbasisPosterior
+from vprop.precision import compute_dtype
 from vprop.structures import floors
 from vprop.structures.base import MEAN, TensorSpec
 from vprop.structures.checks import broken
@@ -105,6 +106,14 @@ class Eigenbasis(PortableDiagonal):
             state[f"{side}_average"] = torch.zeros(length, length, dtype=dtype, device=p.device)
         return state
 
+    def peek_state(self, member: Member) -> State:
+        """In the precision that it is kept in, also of a model that was brought into another one meanwhile."""
+        state = super().peek_state(member)
+        if state["hess"].dtype == self.dtype_of("hess", member):
+            return state
+        kept = self.state_spec.keys()
+        return {key: v.to(self.dtype_of(key, member)) if key in kept else v for key, v in state.items()}
+
     def check_state(self, groups: list[GroupStep], state: dict[Any, State]) -> None:
         """Refuse bases that are not those of the parameter, or none at all."""
         super().check_state(groups, state)
@@ -113,6 +122,12 @@ class Eigenbasis(PortableDiagonal):
             for side, length in sides_of(member.p.shape, max(member.p.numel(), 1)):
                 basis, average = own.get(f"{side}_basis"), own.get(f"{side}_average")
                 if basis is None and average is None:
+                    limit = member.group["max_basis_dim"]
+                    if length <= limit and int(own.get("step", 0)) > 0:
+                        raise broken(
+                            f"the state of parameter {member.number} has neither '{side}_basis' nor '{side}_average', "
+                            f"which max_basis_dim={limit} of the checkpoint's group asks for"
+                        )
                     continue
                 for key, value in ((f"{side}_basis", basis), (f"{side}_average", average)):
                     if value is None or tuple(value.shape) != (length, length):
@@ -120,7 +135,7 @@ class Eigenbasis(PortableDiagonal):
                         what = f"{key!r} of parameter {member.number} is {found}, must have {(length, length)}"
                         raise broken(what)
                 assert basis is not None
-                error = basis.mT @ basis - torch.eye(length, dtype=basis.dtype, device=basis.device)
+                error = gram(basis) - torch.eye(length, dtype=basis.dtype, device=basis.device)
                 if float(error.abs().max()) > 1e-2:
                     raise broken(f"'{side}_basis' of parameter {member.number} is not orthogonal")
 
@@ -280,7 +295,9 @@ class Eigenbasis(PortableDiagonal):
 
     def _prior_means(self, batch: FoldedBatch) -> float | Tensor:
         given = [member.prior_mean for member in batch.members]
-        return batch.rotation.stack(given) if isinstance(given[0], Tensor) else 0.0  # type: ignore[arg-type]
+        if not isinstance(given[0], Tensor):
+            return 0.0
+        return batch.rotation.stack(given).to(compute_dtype(batch.members[0].p))  # type: ignore[arg-type]
 
     def _counts(self, batch: FoldedBatch) -> Tensor | float:
         """The numbers of this step, which is counted already, where the update asks for them."""

@@ -137,7 +137,7 @@ class FoldedBatch:
             return
         for side, basis in (("left", self.rotation.left), ("right", self.rotation.right)):
             if basis is not None:
-                product = shown @ shown.mT if side == "left" else shown.mT @ shown
+                product = eigenbasis.gram(shown.mT if side == "left" else shown)
                 self.products[side] = self.products[side] + product if side in self.products else product
 
     def _shown(self, grad: Tensor) -> Tensor | None:
@@ -180,9 +180,9 @@ def refresh(states: Sequence[State], shape: tuple[int, int], side: str, solve: b
     new = (eigenbasis.solved if solve else eigenbasis.turned)(
         old, average, rounding=torch.finfo(states[0][basis].dtype).eps
     )
-    turn = old.mT @ new
+    turn = eigenbasis.rotated(new, old, None)
     turns = (turn, None) if side == "left" else (None, turn)
-    results = {basis: new, f"{side}_average": turn.mT @ average @ turn}
+    results = {basis: new, f"{side}_average": eigenbasis.rotated(average, turn, turn)}
     hess = eigenbasis.wide(stacked([state["hess"] for state in states], shape))
     results["hess"] = eigenbasis.projected(hess, *turns)
     if "momentum" in states[0]:

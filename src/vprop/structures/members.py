@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -184,16 +184,21 @@ def mean_of(p: Tensor, state: State) -> Tensor:
     return torch.where(mean.to(p.dtype) == p, mean, p.to(mean.dtype))
 
 
+def refuse_sparse_gradient(member: Member) -> NoReturn:
+    """An error for a gradient that says nothing of most elements."""
+    raise RuntimeError(
+        f"Parameter {member.number} has a sparse gradient, which is not supported: its posterior needs the "
+        "gradient of every element. Build the embedding with sparse=False."
+    )
+
+
 def gradient_of(member: Member, copy: bool) -> Tensor:
     """ĝ in the precision of the arithmetic: of the loss to be minimized, and zero where there is none."""
     p, grad = member.local, local_grad(member.p)
     if grad is None:
         return torch.zeros_like(p, dtype=compute_dtype(p))
     if grad.layout != torch.strided:
-        raise RuntimeError(
-            f"Parameter {member.number} has a sparse gradient, which is not supported: its posterior needs the "
-            "gradient of every element. Build the embedding with sparse=False."
-        )
+        refuse_sparse_gradient(member)
     grad = grad.detach().to(compute_dtype(p), copy=copy)
     return -grad if member.step.maximize else grad
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from vprop import kernels
 from vprop.curvature import Folded, MeanSquare, SquaredGradient
 from vprop.kernels.call import Curvature, Step
-from vprop.kernels.table import Role, Table
+from vprop.kernels.table import COMPUTE, Role, Table
 from vprop.noise import Stream
 from vprop.structures.members import GroupStep, Member, State
 from vprop.structures.packs import noise_of
@@ -52,6 +52,8 @@ class RotatedKernels:
 
     def _table(self, members: Sequence[Member], states: Sequence[State], weights: Tensor) -> Table:
         """The table of a batch, with ``weights``, one matrix after the other, in the place of the parameters."""
+        assert weights.dtype == COMPUTE  # a kernel would write past the end of anything shorter
+        assert weights.is_contiguous()
         roles = [role for role, key in _KEYS.items() if key in states[0]]
         pointers = tuple(state[_KEYS[role]].data_ptr() for role in roles for state in states)
         key = (tuple(member.number for member in members), tuple(roles), pointers)
@@ -66,7 +68,7 @@ class RotatedKernels:
             table = self._tables[key] = Table(
                 [member.number for member in members], {Role.WEIGHT: rows, **fixed}, steps
             )
-        table.point(Role.WEIGHT, _rows(weights))
+        table.point(Role.WEIGHT, _rows(weights), weights.dtype)
         table.first_step = int(states[0]["step"])
         return table
 
@@ -96,14 +98,14 @@ class RotatedKernels:
         Curvature and momentum are changed in place. Without an ``estimate``, ĥ is ``scale``·ĝ².
         """
         step, group = members[0].step, members[0].group
-        new = distance.clone(memory_format=torch.contiguous_format)
+        new = distance.to(COMPUTE, copy=True, memory_format=torch.contiguous_format)
         table = self._table(members, states, new)
         _set_floors(table, floor)
         grad = folded.grad.contiguous()
         table.point(Role.GRAD, _rows(grad), grad.dtype)
         if estimate is not None:
-            estimate = estimate.to(torch.float32).expand_as(grad).contiguous()
-            table.point(Role.OTHER, _rows(estimate))
+            estimate = estimate.to(COMPUTE).expand_as(grad).contiguous()
+            table.point(Role.OTHER, _rows(estimate), estimate.dtype)
         table.unusable = unusable
         table.clipped = torch.zeros_like(table.clipped)
         request = Step(
