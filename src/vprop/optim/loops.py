@@ -138,8 +138,7 @@ class TrainingLoops(Optimizer):
         if begun:
             sampling.forget_folded()  # of a step that failed
         elif sampling.drawn_samples or not sampling.is_mean:
-            sampling.put_mean_back()
-            sampling.forget_samples()
+            sampling.start_over()
         steps, structure = self._prepare(), self._structure
         if structure.needs_objective and not isinstance(closure, Objective):
             refusals.require_objective(type(self).__name__)
@@ -160,8 +159,7 @@ class TrainingLoops(Optimizer):
                     structure.observe(closure, sample)  # type: ignore[arg-type]
         except BaseException:
             # A sample that was not finished must not be mistaken for one that was.
-            sampling.put_mean_back()
-            sampling.forget_samples()
+            sampling.start_over()
             raise
         sampling.holder = None
         if len(losses) == 1:
@@ -226,8 +224,7 @@ class TrainingLoops(Optimizer):
             yield
         except BaseException:
             # A sample that was not finished must not be mistaken for one that was.
-            self._sampling.put_mean_back()
-            self._sampling.forget_samples()
+            self._sampling.start_over()
             raise
         self._sampling.put_mean_back()
         if self._sampling.held:
@@ -265,8 +262,7 @@ class TrainingLoops(Optimizer):
             with torch.no_grad():
                 self._structure.fold(sampling.open_sample, sampling.folded_samples)
         except BaseException:
-            sampling.put_mean_back()
-            sampling.forget_samples()
+            sampling.start_over()
             raise
         sampling.close_folded()
         super().zero_grad(set_to_none=True)
@@ -329,8 +325,7 @@ class TrainingLoops(Optimizer):
     def discard_samples(self) -> None:
         """Forget the samples drawn for the coming step, for a batch that is given up half-way."""
         self._sampling.refuse_inside_sample("discard_samples()")
-        self._sampling.put_mean_back()
-        self._sampling.forget_samples()
+        self._sampling.start_over()
         self._structure.own_gradients.clear()
 
     def _require_one_sample(self, what: str) -> None:

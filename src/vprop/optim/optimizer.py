@@ -162,8 +162,7 @@ class VariationalOptimizer(TrainingLoops):
         fitting = structure_for([group["structure"] for group in groups], self._structure)
         if fitting is not self._structure:
             if self._sampling.drawn_samples or not self._sampling.is_mean:
-                self._sampling.put_mean_back()
-                self._sampling.forget_samples()
+                self._sampling.start_over()
             fitting.take_over(self._structure)
             self._structure = self._sampling.structure = fitting
         self._structure_of = {p: group["structure"] for group in groups for p in group["params"]}

@@ -171,6 +171,11 @@ class Sampling:
 
     # -- the step --------------------------------------------------------------------------------------------
 
+    def start_over(self) -> None:
+        """Put the mean back, and forget the samples of the coming step."""
+        self.put_mean_back()
+        self.forget_samples()
+
     def forget_samples(self) -> None:
         """Start the step over; the mean must be in the weights."""
         self.holder = self.plan = self.aside = self.saved = self.open_sample = None

@@ -126,7 +126,8 @@ class Eigenbasis(PortableDiagonal):
                     if length <= limit and int(own.get("step", 0)) > 0:
                         raise broken(
                             f"the state of parameter {member.number} has neither '{side}_basis' nor '{side}_average', "
-                            f"which max_basis_dim={limit} of the checkpoint's group asks for"
+                            f"which max_basis_dim={limit} of the checkpoint's group asks for (if it was raised after "
+                            "the first step, put the former number into the checkpoint's group)"
                         )
                     continue
                 for key, value in ((f"{side}_basis", basis), (f"{side}_average", average)):
