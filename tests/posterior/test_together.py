@@ -175,6 +175,8 @@ def test_what_has_no_answer_says_what_to_do_instead(data, tmp_path):
     with pytest.raises(TypeError, match=r"as_diagonal\(\).prune"):
         posterior(structure="eigenbasis").prune(0.5)
     with pytest.raises(ValueError, match="Save that one, load it, and call last_layer"):
+        posterior().last_layer().save(tmp_path / "q.safetensors")
+    with pytest.raises(ValueError, match=r"Save each of mixture\.members"):
         mixture.last_layer().save(tmp_path / "q.safetensors")
 
 
