@@ -16,8 +16,6 @@ Settings were chosen on seed 100.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +24,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from run_and_plot import run_and_plot
 from sklearn.datasets import load_breast_cancer, load_digits, make_moons
 from torch import Tensor, nn
 
 import vprop
-from vprop.lab.environment import environment
 
 
 @dataclass(frozen=True)
@@ -219,20 +217,5 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--short", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="a picture; with --json of a run that is there, of that run")
-    arguments = parser.parse_args()
-    if arguments.plot and arguments.json and arguments.json.exists():
-        found = json.loads(arguments.json.read_text())["results"]
-    else:
-        found = run(range(arguments.first_seed, arguments.first_seed + arguments.seeds), arguments.short)
-        if arguments.json:
-            command = "python benchmarks/examples_left_out.py --json benchmarks/results/examples-left-out.json"
-            content = {"command": command, "environment": environment(), "results": found}
-            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
-    if arguments.plot:
-        plot(found, arguments.plot)
+    COMMAND = "python benchmarks/examples_left_out.py --json benchmarks/results/examples-left-out.json"
+    run_and_plot(__doc__, COMMAND, run, plot, seeds=3)

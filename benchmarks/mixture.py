@@ -10,8 +10,6 @@ network on 200 images that it was not trained on.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from run_and_plot import run_and_plot
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -26,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vprop
 from vprop import metrics
-from vprop.lab.environment import environment
 
 RATES, BATCH, MEMBERS = (0.001, 0.003, 0.01), 50, 4
 SCORES: dict[str, Callable[[Tensor, Tensor], float]] = {
@@ -92,12 +90,12 @@ def choose(epochs: int) -> dict[str, float]:
     return {name: min(found, key=lambda lr: found[lr]) for name, found in losses.items()}
 
 
-def run(seeds: int, short: bool) -> dict[str, Any]:
+def run(seeds: range, short: bool) -> dict[str, Any]:
     """Scores of all four, by seed."""
     epochs = 2 if short else 40
     rates = choose(epochs)
     scores: dict[str, dict[str, list[float]]] = {}
-    for seed in range(seeds):
+    for seed in seeds:
         x, y, x_test, y_test = make_data(seed)
         loader = DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True)
         mixture = train_posteriors(loader, len(x), rates["Vario"], epochs, 10 * seed, MEMBERS)
@@ -134,19 +132,5 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--short", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="a picture; with --json of a run that is there, of that run")
-    arguments = parser.parse_args()
-    if arguments.plot and arguments.json and arguments.json.exists():
-        found = json.loads(arguments.json.read_text())["results"]
-    else:
-        found = run(arguments.seeds, arguments.short)
-        if arguments.json:
-            command = "python benchmarks/mixture.py --json benchmarks/results/mixture.json"
-            content = {"command": command, "environment": environment(), "results": found}
-            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
-    if arguments.plot:
-        plot(found, arguments.plot)
+    COMMAND = "python benchmarks/mixture.py --json benchmarks/results/mixture.json"
+    run_and_plot(__doc__, COMMAND, run, plot, seeds=5)

@@ -10,19 +10,17 @@ and 0.003 (Vario, AdamW) and 0.03, 0.1 and 0.3 (IVON), by accuracy without pruni
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from run_and_plot import run_and_plot
 from torch import Tensor, nn
 
 import vprop
 from vprop.lab.data import load
-from vprop.lab.environment import environment
 
 FRACTIONS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 BATCH, EPOCHS, ROWS = 50, 10, 5000
@@ -63,7 +61,7 @@ def accuracy(posterior: Any, x: Tensor, y: Tensor) -> float:
     return float((output.argmax(1) == y).double().mean())
 
 
-def run(seeds: int, short: bool) -> list[dict[str, Any]]:
+def run(seeds: range, short: bool) -> list[dict[str, Any]]:
     """Accuracies of all methods, seeds and fractions, printed as they come."""
     data, epochs = load("fashion_mnist"), 1 if short else EPOCHS
     x, y = data.train_x.flatten(1), data.train_y
@@ -74,7 +72,7 @@ def run(seeds: int, short: bool) -> list[dict[str, Any]]:
     for name, rates in RATES.items():
         scores = {lr: accuracy(train(name, lr, 100, x, y, epochs), held_x, held_y) for lr in rates}
         lr = max(scores, key=lambda rate: scores[rate])
-        posteriors = [train(name, lr, seed, x, y, epochs) for seed in range(seeds)]
+        posteriors = [train(name, lr, seed, x, y, epochs) for seed in seeds]
         for by in ("magnitude",) if name == "AdamW" else ("signal_to_noise", "magnitude"):
             for scope in ("global", "parameter"):
                 entry: dict[str, Any] = {"method": name, "lr": lr, "by": by, "scope": scope, "fractions": FRACTIONS}
@@ -109,19 +107,5 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--short", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="a picture; with --json of a run that is there, of that run")
-    arguments = parser.parse_args()
-    if arguments.plot and arguments.json and arguments.json.exists():
-        found = json.loads(arguments.json.read_text())["results"]
-    else:
-        found = run(arguments.seeds, arguments.short)
-        if arguments.json:
-            command = "python benchmarks/pruning.py --json benchmarks/results/pruning.json"
-            content = {"command": command, "environment": environment(), "results": found}
-            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
-    if arguments.plot:
-        plot(found, arguments.plot)
+    COMMAND = "python benchmarks/pruning.py --json benchmarks/results/pruning.json"
+    run_and_plot(__doc__, COMMAND, run, plot, seeds=3)

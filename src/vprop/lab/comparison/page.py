@@ -7,28 +7,14 @@ from typing import Any
 
 from vprop.lab import markdown
 from vprop.lab.comparison.table import table
-from vprop.lab.engine.store import read_json
-from vprop.lab.errors import UsageError
+from vprop.lab.engine.store import read_results
 
 NOT_RUN = "*Not run yet.*\n"
 
 
 def load_results(folder: Path) -> dict[str, dict[str, Any]]:
     """The results of all tasks in ``folder``, by name."""
-    results = {}
-    for path in sorted(folder.glob("*.json")):
-        if path.name.startswith("nuts-"):
-            continue
-        try:
-            result = read_json(path, "vprop compare")
-            table(result)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UsageError(
-                f"{path} is no result of this version of `vprop compare` ({type(error).__name__}: {error}): run it "
-                "again."
-            ) from error
-        results[path.stem] = result
-    return results
+    return read_results(folder, "vprop compare", table, but="nuts-")
 
 
 def with_tables(text: str, results: dict[str, dict[str, Any]]) -> str:

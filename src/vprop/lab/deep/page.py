@@ -7,8 +7,7 @@ from typing import Any
 
 from vprop.lab import markdown
 from vprop.lab.deep.table import section, summary
-from vprop.lab.engine.store import read_json
-from vprop.lab.errors import UsageError
+from vprop.lab.engine.store import read_results
 
 Results = dict[str, dict[str, Any]]
 
@@ -47,18 +46,7 @@ In this first table, the best is who has the smallest NLL on the test data.
 
 def load_results(folder: Path) -> Results:
     """The results of all tasks in ``folder``, by name."""
-    results = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            result = read_json(path, "vprop compare deep")
-            section(result)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UsageError(
-                f"{path} is no result of this version of `vprop compare deep` ({type(error).__name__}: {error}): run "
-                "it again."
-            ) from error
-        results[path.stem] = result
-    return results
+    return read_results(folder, "vprop compare deep", section)
 
 
 def new_page(results: Results, figures: Path) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,6 +83,25 @@ def read_json(path: Path, command: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(f"{path} is no JSON file ({error}): run `{command}` again.") from error
+
+
+def read_results(folder: Path, command: str, check: Callable[[Any], Any], *, but: str = "") -> dict[str, Any]:
+    """The results of all tasks in ``folder``, by name, without files whose names start with ``but``.
+
+    ``command`` makes them, and ``check`` takes one apart: what it cannot is a file of another version.
+    """
+    results = {}
+    for path in sorted(folder.glob("*.json")):
+        if but and path.name.startswith(but):
+            continue
+        try:
+            results[path.stem] = read_json(path, command)
+            check(results[path.stem])
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise UsageError(
+                f"{path} is no result of this version of `{command}` ({type(error).__name__}: {error}): run it again."
+            ) from error
+    return results
 
 
 def finite_or_none(value: float | None) -> float | None:
