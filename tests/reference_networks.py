@@ -5,7 +5,8 @@ With ĝ the gradient of the mean loss of M examples, ess = N/τ, δ = λ/ess:
     floor:       f = max(hess_floor, 1/(ess·(κ·rms)²)),  σ² = 1/(ess·max(h+δ, f)),  rms of the weights μ, at least 1e-3
     curvature:   ĥ = M·ĝ² (squared gradient), or ĝ·ε/σ (Price)
     average:     all values so far, the start included with the weight w₀·β₂ᵗ, divided by the sum of their weights
-    step:        μ ← μ − lr·(m̂ + δμ)/max(h+δ, f), or with the root of h: μ ← μ − lr·(m̂ + δμ)/√(h/M + δ²(μ²+σ²))
+    step:        μ ← μ − lr·(m̂ + δμ)/max(h+δ, f), or with the root of h: μ ← μ − lr·(m̂ + δμ)/√(h/M + δ²(μ²+σ²)),
+                 or with the identity: μ ← μ − lr·(m̂ + δμ)
 """
 
 import numpy as np
@@ -25,7 +26,7 @@ class NaiveForNetworks:
         self.values = [hess_init * np.ones_like(self.mean)]
         self.gradients = []
         self.hess_floor, self.noise_limit = hess_floor, noise_limit
-        self.root, self.price = preconditioner == "root", price
+        self.preconditioner, self.price = preconditioner, price
         self.rms = None
 
     @property
@@ -55,7 +56,9 @@ class NaiveForNetworks:
         t = len(self.gradients)
         momentum = sum((1 - self.beta1) * self.beta1 ** (t - 1 - i) * g for i, g in enumerate(self.gradients))
         top = momentum / (1 - self.beta1**t) + self.delta * self.mean
-        if self.root:
+        if self.preconditioner == "identity":
+            bottom = 1.0
+        elif self.preconditioner == "root":
             prior = self.delta**2 * (self.mean**2 + self.sigma**2)
             bottom = np.sqrt(np.maximum(self.hess, 0) / self.M + prior) + 1e-8
         else:

@@ -173,7 +173,10 @@ TABLE = [
             ({"init_steps": -1}, r"Invalid init_steps=-1: must be a finite number >= 0\. 0 forgets"),
             ({"hess_floor": -1.0}, r"Invalid hess_floor=-1\.0: must be a finite number >= 0"),
             ({"noise_limit": 0}, r"Invalid noise_limit=0: must be a number > 0\. Use float\(\"inf\"\)"),
-            ({"preconditioner": "adam"}, r"Invalid preconditioner='adam': must be \"precision\" or \"root\""),
+            (
+                {"preconditioner": "adam"},
+                r"Invalid preconditioner='adam': must be \"precision\", \"root\" or \"identity\"",
+            ),
             (
                 {"preconditioner": "root"},
                 r"Invalid batch_size=None: must be a number when preconditioner=\"root\"\. Pass the rows",
@@ -193,12 +196,13 @@ TABLE = [
                 **{"lr": 0.002, "mc_samples": 2, "antithetic": True, "noise_limit": 0.5, "hess_floor": 1.0}
             },
             "1-eigenbasis": {"lr": 0.002, "structure": "eigenbasis", "basis_every": 2},
+            "1-identity": {"lr": 0.02, "preconditioner": "identity"},
         },
         bad_arguments=[
             *BAD_BASES,
             (
                 {"structure": "full"},
-                r"Invalid preconditioner='root': must be 'precision' for a full covariance\. A step of Adam's kind",
+                r"Invalid preconditioner='root': must be 'precision' for a full covariance\. Steps of Adam's",
             ),
             ({"mc_samples": 2, "centered": True}, r"Invalid centered=True: must be False for Vario"),
         ],

@@ -219,8 +219,9 @@ def row_normals(kernels, problem, i, noise, step):
 
 
 ROOT_RULES = (Rule.CLAMPED_ROOT, Rule.RIEMANNIAN_ROOT)
-RIEMANNIAN_RULES = (Rule.RIEMANNIAN, Rule.RIEMANNIAN_ROOT)
-CLAMPED_RULES = (Rule.CLAMPED, Rule.CLAMPED_ROOT)
+RIEMANNIAN_RULES = (Rule.RIEMANNIAN, Rule.RIEMANNIAN_ROOT, Rule.RIEMANNIAN_IDENTITY)
+CLAMPED_RULES = (Rule.CLAMPED, Rule.CLAMPED_ROOT, Rule.CLAMPED_IDENTITY)
+IDENTITY_RULES = (Rule.CLAMPED_IDENTITY, Rule.RIEMANNIAN_IDENTITY)
 
 
 def width(row, noise, floor=0.0):
@@ -300,6 +301,7 @@ def _after_update(kernels, problem, i, step, mean, mean_error, expected):
     if step.rule != Rule.VADAM:
         options["floor"], options["start_weight"] = problem.floor(i), step.start_weight
         options["gradient_scale"] = step.gradient_scale if step.rule in ROOT_RULES else None
+        options["divides"] = step.rule not in IDENTITY_RULES
         options["ess"] = step.noise.ess
     arguments = {
         "step": count, "lr": float(step.lr), "betas": step.betas, "damping": damping, "prior_mean": prior_mean,
@@ -337,6 +339,8 @@ def _after_update(kernels, problem, i, step, mean, mean_error, expected):
         variance_error = new_variance * (EPS + hess_error / (new.hess + damping).clamp_min(1e-3 * damping))
         moved = (hess_error / step.gradient_scale + 2 * pull.abs() * pull_error + damping**2 * variance_error).sqrt()
         bottom, bottom_error = inside + 1e-8, moved.square() / (inside + moved + 1e-30)
+    elif step.rule in IDENTITY_RULES:
+        bottom, bottom_error = torch.ones_like(mean), torch.zeros_like(mean)
     else:
         bottom, bottom_error = (new.hess + damping).clamp_min(problem.floor(i)), hess_error
     relative = EPS + bottom_error / bottom

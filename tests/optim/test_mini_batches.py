@@ -28,6 +28,7 @@ CASES = {
     "limit": {"batch_size": 8, "noise_limit": 0.05, "prior_precision": 3.0},
     "both": {"batch_size": 8, "noise_limit": 0.3, "hess_floor": 0.02},
     "root": {"batch_size": 8, "preconditioner": "root", "lr": 0.01, "prior_precision": 0.5},
+    "identity": {"batch_size": 8, "preconditioner": "identity", "lr": 0.2, "prior_precision": 3.0, "noise_limit": 0.2},
     "all": {"batch_size": 8, "preconditioner": "root", "lr": 0.01, "init_steps": 0, "noise_limit": 0.2},
 }
 

@@ -13,13 +13,13 @@ where the loss is not convex, and so can an estimate of one. There are two ways 
 not let below zero, so that no weight is less certain than under the prior; or (``riemannian``) the average has a term
 more, ½(1−β₂)²(h−ĥ)²/(h+δ), which keeps h+δ > 0 by itself.
 
-Three things can be asked for beyond that. A ``floor`` f bounds σ: the precision is ess·max(h+δ, f), in σ² and in the
+Four things can be asked for beyond that. A ``floor`` f bounds σ: the precision is ess·max(h+δ, f), in σ² and in the
 step alike. The clamped average can forget its start: with ``start_weight`` w₀ < 1 its new part has the weight
 (1−β₂)/(1−(1−w₀)β₂ᵗ), which is 1 in the first step of an average that knows nothing (w₀ = 0: Adam's debiased one) and
 1−β₂ throughout with w₀ = 1. And with ``gradient_scale`` M the step divides as Adam does, by the size of what it steps
 along: √(h/M + δ²((μ−m₀)²+σ²)). h is the mean square of one example's gradient, and h/M that of a mini-batch's; the rest
 is the mean square under q of the prior's, without which the pull on a weight whose gradient vanishes would be divided
-by nothing.
+by nothing. Or (``divides=False``) the step divides by nothing at all, as SGD with momentum does.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def natural_gradient_step(
     floor: Scalar = 0.0,
     start_weight: float = 1.0,
     gradient_scale: float | None = None,
+    divides: bool = True,
     ess: float = math.inf,
     riemannian: bool = False,
 ) -> Step:
@@ -111,12 +112,12 @@ def natural_gradient_step(
         new_hess = (kept * hess + (1 - beta2) / weights * hess_estimate).clamp_min(0)
     new_momentum, debiased = _averaged(momentum, grad, beta1, step)
     pull = damping * (mean - prior_mean)
+    direction = debiased + pull
     if gradient_scale is None:
-        divisor = _not_below(new_hess + damping, floor)
+        direction = direction / _not_below(new_hess + damping, floor) if divides else direction
     else:
         prior_square = pull.square() + damping * damping * variance(new_hess, ess, damping, floor)
-        divisor = ((new_hess / gradient_scale).clamp_min(0) + prior_square).sqrt() + SMALLEST_SIZE
-    direction = (debiased + pull) / divisor
+        direction = direction / (((new_hess / gradient_scale).clamp_min(0) + prior_square).sqrt() + SMALLEST_SIZE)
     return _bounded_step(mean, hess, momentum, grad, new_hess, new_momentum, direction, lr, clip_radius)
 
 
@@ -136,13 +137,14 @@ def vadam_step(
     floor: Scalar = 0.0,
     start_weight: float = 1.0,
     gradient_scale: float | None = None,
+    divides: bool = True,
     ess: float = math.inf,
 ) -> Step:
     """Vadam's step: Adam's, with the prior's pull inside the momentum average.
 
     m ← β₁m + (1−β₁)(ĝ + δ(μ−m₀)), h ← β₂h + (1−β₂)ĥ, μ ← μ − lr·m̂/(√ĥ + δ), where hats over averages are their
     debiased values m/(1−β₁ᵗ) and h/(1−β₂ᵗ). Arguments are those of :func:`natural_gradient_step`, of which the last
-    four have no meaning here.
+    five have no meaning here.
     """
     beta1, beta2 = betas
     new_hess = _clamped_average(hess, hess_estimate, 1 - beta2)

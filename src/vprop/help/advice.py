@@ -45,16 +45,16 @@ def less_noise(settings: Mapping[str, Any], examples: int | None, is_network: bo
     """
     if not is_network:
         return None
-    if not _divides_by_root(settings):
+    if not _keeps_steps(settings):
         return vario(settings, examples)
     return _limited(NOISE_LIMIT) if settings["noise_limit"] > NOISE_LIMIT else None
 
 
 def still_less_noise(settings: Mapping[str, Any], examples: int | None, is_network: bool) -> Advice | None:
     """The same where data say that the noise costs too much, be it of one layer or bounded; ``None`` for no idea."""
-    if settings.get("preconditioner") == "root" and not is_network:
+    if settings.get("preconditioner") in ("root", "identity") and not is_network:
         return None
-    if is_network and _divides_by_root(settings):
+    if is_network and _keeps_steps(settings):
         return _limited(min(NOISE_LIMIT, settings["noise_limit"] / 2))
     return vario(settings, examples)
 
@@ -93,6 +93,6 @@ def _shown(value: float | str) -> str:
     return f"{value:.15g}"
 
 
-def _divides_by_root(settings: Mapping[str, Any]) -> bool:
-    """Whether a bound on the noise leaves the steps as they are: Adam's kind, and Vadam, which knows no other."""
-    return settings.get("preconditioner", "root") == "root" and "noise_limit" in settings
+def _keeps_steps(settings: Mapping[str, Any]) -> bool:
+    """Whether a bound on the noise leaves the steps as they are: Adam's kind and SGD's, and Vadam's, its only one."""
+    return settings.get("preconditioner", "root") != "precision" and "noise_limit" in settings

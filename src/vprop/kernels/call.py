@@ -39,6 +39,10 @@ class Rule(enum.IntEnum):
     """the first, divided as Adam does: by √(h/M + δ²((μ−m₀)²+σ²))"""
     RIEMANNIAN_ROOT = 4
     """the second, likewise"""
+    CLAMPED_IDENTITY = 5
+    """the first, divided by nothing, as SGD does"""
+    RIEMANNIAN_IDENTITY = 6
+    """the second, likewise"""
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ enum { WEIGHT, HESS, MOMENTUM, MEAN, PRIOR_MEAN, PRIOR_PRECISION, GRAD, OTHER, R
 enum { SIZE = ROLES, PARAMETER, FIRST_TILE, FIRST_BLOCK };
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 enum { SQUARE, PRICE, PAIR, GIVEN };
-enum { CLAMPED, RIEMANNIAN, VADAM, CLAMPED_ROOT, RIEMANNIAN_ROOT, RULES };
+enum { CLAMPED, RIEMANNIAN, VADAM, CLAMPED_ROOT, RIEMANNIAN_ROOT, CLAMPED_IDENTITY, RIEMANNIAN_IDENTITY, RULES };
 
 #define TILE 4096
 #define CHUNK 256 /* elements whose noise and roles fit into the first-level cache; divides TILE */
@@ -411,7 +411,7 @@ INLINE void update_as(
         }
 
         vf new_hess;
-        if (rule == RIEMANNIAN || rule == RIEMANNIAN_ROOT) {
+        if (rule == RIEMANNIAN || rule == RIEMANNIAN_ROOT || rule == RIEMANNIAN_IDENTITY) {
             vf change = u.weight2 * (estimate - hess), above = positive(width, prior_precision, hess, damping);
             vf floor = damping * (float)(LEAST_PRECISION - 1);
             new_hess = most_of(floor, hess + change + 0.5f * (change * change) / above);
@@ -435,6 +435,8 @@ INLINE void update_as(
             vf square = most_of(all(0), new_hess * u.inverse_gradient_scale) + prior_square;
             direction = (averaged + pull) / (root(square) + (float)SMALLEST_SIZE);
         }
+        else if (rule == CLAMPED_IDENTITY || rule == RIEMANNIAN_IDENTITY)
+            direction = averaged + pull;
         else
             direction = (averaged + pull) / most_of(all(width->floor), new_hess + damping);
         unsigned clipped = bits_greater(most_of(direction, -direction), all(u.clip_radius)) & live;
@@ -466,7 +468,8 @@ static void update(
         else update_as(lane, noise, n, *u, counts, c, r, false);                  \
         break;
 #define EACH_RULE(c) \
-    RUN(c, CLAMPED) RUN(c, RIEMANNIAN) RUN(c, VADAM) RUN(c, CLAMPED_ROOT) RUN(c, RIEMANNIAN_ROOT)
+    RUN(c, CLAMPED) RUN(c, RIEMANNIAN) RUN(c, VADAM) RUN(c, CLAMPED_ROOT) RUN(c, RIEMANNIAN_ROOT) \
+    RUN(c, CLAMPED_IDENTITY) RUN(c, RIEMANNIAN_IDENTITY)
     switch (RULES * curvature + rule) { EACH_RULE(SQUARE) EACH_RULE(PRICE) EACH_RULE(PAIR) EACH_RULE(GIVEN) }
 }
 
@@ -761,4 +764,4 @@ void normal(
 }
 
 /* What the caller must agree on: the sizes of the structures above, and a number that changes with their meaning. */
-int64_t layout(void) { return 4 + ((int64_t)sizeof(Step) << 16) + ((int64_t)sizeof(Table) << 32); }
+int64_t layout(void) { return 5 + ((int64_t)sizeof(Step) << 16) + ((int64_t)sizeof(Table) << 32); }

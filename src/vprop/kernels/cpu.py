@@ -99,7 +99,7 @@ class _Step(ctypes.Structure):
 
 _Counts = ctypes.c_int64 * 2
 
-LAYOUT = 4 + (ctypes.sizeof(_Step) << 16) + (ctypes.sizeof(_Table) << 32)
+LAYOUT = 5 + (ctypes.sizeof(_Step) << 16) + (ctypes.sizeof(_Table) << 32)
 """As ``layout()`` in ``cpu.c``: a library of other sources would read these structures wrongly."""
 
 

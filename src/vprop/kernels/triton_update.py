@@ -20,6 +20,8 @@ _RIEMANNIAN = tl.constexpr(int(Rule.RIEMANNIAN))
 _VADAM = tl.constexpr(int(Rule.VADAM))
 _CLAMPED_ROOT = tl.constexpr(int(Rule.CLAMPED_ROOT))
 _RIEMANNIAN_ROOT = tl.constexpr(int(Rule.RIEMANNIAN_ROOT))
+_CLAMPED_IDENTITY = tl.constexpr(int(Rule.CLAMPED_IDENTITY))
+_RIEMANNIAN_IDENTITY = tl.constexpr(int(Rule.RIEMANNIAN_IDENTITY))
 _LEAST_PRECISION = tl.constexpr(LEAST_PRECISION)
 _SMALLEST_SIZE = tl.constexpr(SMALLEST_SIZE)
 
@@ -64,7 +66,7 @@ def estimated(before, grad, other, noise, inverse_deviation, scale, sign, grad_s
 @triton.jit
 def averaged_hess(hess, before, excess, weight, damping, RULE: tl.constexpr):
     """h with ĥ = ``before`` + ``excess`` in it, in a way that keeps the precision positive. NaN stays, to be found."""
-    if RULE == _RIEMANNIAN or RULE == _RIEMANNIAN_ROOT:
+    if RULE == _RIEMANNIAN or RULE == _RIEMANNIAN_ROOT or RULE == _RIEMANNIAN_IDENTITY:
         change = weight * excess
         positive = tl.maximum(hess + damping, _LEAST_PRECISION * damping)
         new_hess = hess + change + 0.5 * (change * change) / positive
@@ -89,6 +91,8 @@ def direction_of(
         pull = damping * distance
         prior_square = pull * pull + damping * damping / precision_of(new_hess, ess, damping, floor)
         direction = (averaged + pull) / (tl.sqrt(squared_size + prior_square) + _SMALLEST_SIZE)
+    elif RULE == _CLAMPED_IDENTITY or RULE == _RIEMANNIAN_IDENTITY:
+        direction = plus(averaged, damping, distance)
     else:
         # x/y as x·(1/√y)², for y > 0: a third of the instructions of a division, and as exact to a unit or two.
         bounded = new_hess + damping

@@ -89,13 +89,13 @@ def resolved(optimizer: VariationalOptimizer, groups: list[dict[str, Any]]) -> l
     steps, number = [], 0
     for i, group in enumerate(groups):
         ess = group["num_data"] / group["temperature"]
-        rule, by_root = optimizer._rule(group), group.get("preconditioner") == "root"
+        rule, preconditioner = optimizer._rule(group), group.get("preconditioner", "precision")
         step = GroupStep(
             number=i,
             group=group,
             estimator=optimizer._curvature(group),
             rule=rule,
-            kernel=rule.root_kernel if by_root else rule.kernel,
+            kernel=rule.kernels.get(preconditioner),
             ess=ess,
             prior_precision=group["prior_precision"],
             prior_mean=group["prior_mean"],
@@ -109,7 +109,7 @@ def resolved(optimizer: VariationalOptimizer, groups: list[dict[str, Any]]) -> l
             rate_factor=optimizer._rate_factor(group, ess),
             # Not every method has these.
             batch_size=group.get("batch_size"),
-            divides_by_root=by_root,
+            preconditioner=preconditioner,
             init_steps=group.get("init_steps"),
             hess_floor=group.get("hess_floor", 0.0),
             noise_limit=group.get("noise_limit", math.inf),

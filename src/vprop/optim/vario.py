@@ -1,4 +1,4 @@
-"""Vario: the recommended optimizer. Adam's step, with a posterior that holds for mini-batches and for networks."""
+"""Vario: the recommended optimizer. Adam's step or SGD's, a posterior for mini-batches and networks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Vario(VariationalOptimizer):
     - The average of the curvature forgets its start, as Adam's does.
     - σ is at most a share κ of the size of a layer's weights. Where the data say more than that, σ is what they say;
       for the others, in a network most of them, a noise that the layers behind can bear, in place of the prior's.
-    - The step divides by the root, as transformers want it, and takes Adam's ``lr``.
+    - The step divides by the root, as transformers want it, and takes Adam's ``lr``. Networks that are trained by SGD,
+      as convolutional ones with BatchNorm are, want ``preconditioner="identity"``: SGD's step with momentum, whose
+      ``lr`` is SGD's divided by 1−β₁, and a weight decay w as ``prior_precision`` = w·N.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))

@@ -283,6 +283,7 @@ class Eigenbasis(PortableDiagonal):
             floor=floor,
             start_weight=step.start_weight,
             gradient_scale=self._gradient_scale(step),
+            divides=step.divides,
             ess=step.ess,
         )
         for i, state in enumerate(states):

@@ -72,13 +72,13 @@ class Full(Structure):
         self.has_folded = False
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse what is for diagonals: one matrix has neither a step of Adam's kind nor a floor under its diagonal."""
+        """Refuse what is for diagonals: one matrix has neither other steps nor a floor under its diagonal."""
         super().check_group(group)
         for name, only in (("preconditioner", "precision"), ("hess_floor", 0.0), ("noise_limit", math.inf)):
             value = group.get(name, only)
             if value != only:
-                remedy = "A step of Adam's kind, and bounds on σ, are for diagonals: set it so in the group, with an "
-                remedy += "lr for natural-gradient steps (0.1)."
+                remedy = "Steps of Adam's and of SGD's kind, and bounds on σ, are for diagonals: set it so in the "
+                remedy += "group, with an lr for natural-gradient steps (0.1)."
                 allowed = 'float("inf")' if only == math.inf else repr(only)
                 raise invalid(name, value, f"{allowed} for a full covariance", remedy)
 

@@ -251,6 +251,7 @@ class PortableDiagonal(Structure):
             floor=floor,
             start_weight=step.start_weight,
             gradient_scale=self.batch_size_of(step) if step.divides_by_root else None,
+            divides=step.divides,
             ess=step.ess,
         )
         scatter_([item.member.local for item in bundle], new.mean)

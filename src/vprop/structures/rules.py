@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from vprop.functional import diagonal
@@ -15,10 +15,8 @@ class Rule:
     """An update of mean and curvature, from ``functional/diagonal.py``, and what goes with it."""
 
     function: Callable[..., diagonal.Step]
-    kernel: KernelRule | None = None
-    """What kernels call it; ``None`` if they do not have it."""
-    root_kernel: KernelRule | None = None
-    """The same where it divides by the root of the curvature."""
+    kernels: Mapping[str, KernelRule] = field(default_factory=dict)
+    """What kernels call it, by what the step divides by, as far as they have it."""
     debiases_hess: bool = False
     """Whether it corrects the average of the curvature for its start, and so needs the step count."""
     averages_pull: bool = False
@@ -27,11 +25,21 @@ class Rule:
     """Whether its average of the curvature can forget its start."""
 
 
-NATURAL = Rule(diagonal.natural_gradient_step, KernelRule.CLAMPED, KernelRule.CLAMPED_ROOT)
+NATURAL = Rule(
+    diagonal.natural_gradient_step,
+    {
+        "precision": KernelRule.CLAMPED,
+        "root": KernelRule.CLAMPED_ROOT,
+        "identity": KernelRule.CLAMPED_IDENTITY,
+    },
+)
 RIEMANNIAN = Rule(
     partial(diagonal.natural_gradient_step, riemannian=True),
-    KernelRule.RIEMANNIAN,
-    KernelRule.RIEMANNIAN_ROOT,
+    {
+        "precision": KernelRule.RIEMANNIAN,
+        "root": KernelRule.RIEMANNIAN_ROOT,
+        "identity": KernelRule.RIEMANNIAN_IDENTITY,
+    },
     forgets_start=False,
 )
-VADAM = Rule(diagonal.vadam_step, KernelRule.VADAM, debiases_hess=True, averages_pull=True)
+VADAM = Rule(diagonal.vadam_step, {"precision": KernelRule.VADAM}, debiases_hess=True, averages_pull=True)

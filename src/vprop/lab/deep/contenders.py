@@ -89,10 +89,20 @@ def adamw(params: Any, facts: dict[str, Any], lr: float, weight_decay: float, be
     return torch.optim.AdamW(params, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, capturable=capturable)
 
 
-def vario(params: Any, facts: dict[str, Any], decay: float = 0.0, **setting: float) -> Optimizer:
+def vario(params: Any, facts: dict[str, Any], decay: float = 0.0, beta2: float = 0.999, **setting: float) -> Optimizer:
     """The recommended optimizer; ``decay`` is a prior said as a weight decay, λ = decay·N, else it is the default."""
     prior = {"prior_precision": decay * facts["num_data"]} if decay else {}
-    return vprop.Vario(params, **facts, **prior, **setting)  # type: ignore[arg-type]
+    return vprop.Vario(params, betas=(0.9, beta2), **facts, **prior, **setting)  # type: ignore[arg-type]
+
+
+def vario_as_sgd(
+    params: Any, facts: dict[str, Any], lr: float = 0.1, decay: float = DECAY, **setting: Any
+) -> Optimizer:
+    """The recommended optimizer with SGD's step; ``lr`` is that of SGD with the same momentum."""
+    return vprop.Vario(
+        params, lr=lr / (1 - 0.9), preconditioner="identity", prior_precision=decay * facts["num_data"], **facts,
+        **setting,
+    )  # fmt: skip
 
 
 def curvature_of(sigma: float, facts: dict[str, Any]) -> float:
@@ -194,10 +204,13 @@ CONTENDERS = (
             {"lr": 3e-3}, {"lr": 1e-2}, {"lr": 3e-3, "decay": DECAY}, {"lr": 1e-2, "noise_limit": 0.3},
         ),
         "gpt": (
-            {"lr": 1e-3}, {"lr": 1e-3, "dropout": 0.1}, {"lr": 1e-3, "noise_limit": 0.1, "dropout": 0.2},
-            {"lr": 2e-3, "noise_limit": 0.3, "dropout": 0.1},
+            {"lr": 1e-3}, {"lr": 3e-3, "beta2": 0.99}, {"lr": 2e-3, "beta2": 0.99, "dropout": 0.1},
+            {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.15, "dropout": 0.1},
         ),
         "lora": ({"lr": 1e-3}, {"lr": 3e-3}, {"lr": 1e-2}),
+    }, ours=True),
+    DeepContender("vario-sgd", "Vario with SGD's step", "posterior", vario_as_sgd, {
+        "resnet": ({"noise_limit": 0.2}, {"noise_limit": 0.1}, {"noise_limit": 0.15}, {"noise_limit": 0.3}),
     }, ours=True),
     DeepContender("vprop-floor", "Vprop with a floor", "posterior", floored, {"resnet": _NOISES}, ours=True),
     DeepContender("ivon", "IVON", "posterior", ivon, {"resnet": _NOISES}, ours=True),
@@ -226,6 +239,7 @@ GROUPS = (
     Group("ensemble-3-adamw", "Ensemble of 3 AdamW", "adamw", 3, averaged=False),
     Group("ensemble-3-dropout", "Ensemble of 3 AdamW with dropout", "adamw-dropout", 3, averaged=False),
     Group("mixture-3-vario", "Mixture of 3 Vario", "vario", 3, averaged=True),
+    Group("mixture-3-vario-sgd", "Mixture of 3 Vario with SGD's step", "vario-sgd", 3, averaged=True),
     Group("mixture-3-floor", "Mixture of 3 Vprop with a floor", "vprop-floor", 3, averaged=True),
     Group("mixture-3-ivon", "Mixture of 3 IVON", "ivon", 3, averaged=True),
     Group("mixture-5-floor", "Mixture of 5 Vprop with a floor", "vprop-floor", 5, averaged=True),

@@ -73,7 +73,7 @@ class DeepTask:
 
 
 _CIFAR = DeepTask(
-    "cifar10-40", "CIFAR-10, ResNet-20, 40 epochs", "resnet", "cifar10", epochs=40, tuning_share=0.5, augment=True,
+    "cifar10-40", "CIFAR-10, ResNet-20, 40 epochs", "resnet", "cifar10", epochs=40, augment=True,
     outliers=("cifar100",),
 )  # fmt: skip
 _FASHION = DeepTask(

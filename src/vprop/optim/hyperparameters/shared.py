@@ -172,13 +172,14 @@ class Preconditioner(TypedDict, total=False):
         str,
         Hyperparameter(
             '``"precision"``: the natural-gradient step, which divides by h+δ; or ``"root"``: a step of Adam\'s kind, '
-            "which divides by the size of the gradient, √(h/M + δ²((μ−m₀)²+σ²)), with ``lr`` as for Adam. Needs "
-            "``batch_size``. The posterior's precision stays what it is.",
+            "which divides by the size of the gradient, √(h/M + δ²((μ−m₀)²+σ²)), with ``lr`` as for Adam; needs "
+            '``batch_size``; or ``"identity"``: a step of SGD\'s kind, which divides by nothing. Its ``lr`` is that of '
+            "SGD divided by 1−β₁: 1 where SGD has 0.1 with momentum 0.9. The posterior's precision stays what it is.",
             "precision",
             checks.one_of(
-                ("precision", "root"),
-                "Precision: the natural-gradient step; root: a step of Adam's kind.",
-                '"precision" or "root"',
+                ("precision", "root", "identity"),
+                "Precision: the natural-gradient step; root: a step of Adam's kind; identity: of SGD's.",
+                '"precision", "root" or "identity"',
             ),
             checks.root_of_known_batches,
         ),
