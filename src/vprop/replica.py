@@ -95,6 +95,14 @@ class Replica:
         self._has_strays = substitution.was_needed
         return result
 
+    def parameters(self) -> Iterator[Tensor]:
+        """The weights that it has now."""
+        return self._root.parameters()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The stand-ins for all modules of the model."""
+        return self._root.modules()
+
     def module(self, name: str) -> nn.Module:
         """The stand-in for a module of the model, to put hooks on."""
         return self._root.get_submodule(name)

@@ -10,8 +10,9 @@ from torch.func import functional_call
 from vprop.lab.deep.gpt import CharacterGPT, adapt, next_character_loss
 from vprop.lab.deep.laplace import linearized
 from vprop.lab.deep.networks import FilterResponseNorm, ThresholdedLinear, resnet20
-from vprop.lab.deep.swag import SWAG, set_batch_norm
+from vprop.lab.deep.swag import SWAG
 from vprop.lab.deep.training import cosine_then_constant
+from vprop.posterior.predictive.batch_norm import set_batch_norm
 
 
 def images(count=3, size=8):
@@ -140,12 +141,12 @@ def test_swag_needs_two_weights():
 def test_statistics_of_batch_norm_are_means_over_the_batches():
     model = nn.Sequential(nn.BatchNorm2d(3))
     batches = [images(4) * scale + scale for scale in (1.0, 2.0, 3.0)]
-    set_batch_norm(model, batches)
+    set_batch_norm(model, iter(batches))
     means = torch.stack([batch.mean((0, 2, 3)) for batch in batches]).mean(0)
     variances = torch.stack([batch.var((0, 2, 3)) for batch in batches]).mean(0)
     torch.testing.assert_close(model[0].running_mean, means)
     torch.testing.assert_close(model[0].running_var, variances)
-    assert not model.training
+    assert model.training
     assert model[0].momentum == 0.1
 
 

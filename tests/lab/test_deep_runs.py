@@ -64,6 +64,7 @@ def test_every_contender_evaluates_the_gradients_it_may(name, tmp_path, monkeypa
     assert len(calls) == 2 * (200 // 16) == result["steps"] * one.gradients
     assert result["scores"]["mean"]["nll"] is not None
     assert ("averaged" in result["scores"]) == (one.kind != "point")
+    assert ("running" in result["scores"]) == (one.kind in ("posterior", "peer"))
     json.dumps(result, allow_nan=False)
 
 

@@ -156,5 +156,5 @@ def test_a_network_that_diverged_has_no_scores():
     assert set(score_labels(bad.probs, y).values()) == {None}
     assert diagram(bad.probs, y) is None
     assert set(score_outliers(bad, bad).values()) == {None}
-    found = judgement({"test": bad}, {"test": bad}, y)
+    found = judgement({"test": bad}, {"averaged": {"test": bad}}, y)
     assert found["scores"]["averaged"]["nll"] is None

@@ -6,6 +6,7 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from vprop.posterior._decisions import Decisions
 from vprop.posterior._elbo import ElboEstimate, elbo_estimate
 from vprop.posterior.calibrated import Scales
 from vprop.posterior.prediction import Prediction
+from vprop.posterior.predictive.batch_norm import statistics_of
 from vprop.posterior.predictive.head import last_layer
 from vprop.posterior.predictive.run import Keep, Method, Settings, predict
 from vprop.posterior.prior import GaussianPrior
@@ -236,6 +238,7 @@ class Posterior(Decisions, ABC):
         batch_size: int | None = None,
         vmap: bool | None = None,
         progress: bool | None = None,
+        batch_norm: Any = None,
     ) -> Prediction:
         """Outputs of the model, in evaluation mode, under ``num_samples`` weights drawn with ``seed``.
 
@@ -260,8 +263,11 @@ class Posterior(Decisions, ABC):
             batch_size: cut tensors and arrays into batches of so many rows; ``None`` takes all at once.
             vmap: run many draws at once; ``None`` does so where it was measured to be faster.
             progress: ``True`` for a bar, ``False`` for none, ``None`` for one in terminals if it takes long.
+            batch_norm: training inputs, of any kind that ``x`` may be; the statistics of BatchNorm layers are then
+                estimated from them anew under each draw of the weights, as means over batches. ``None`` takes the
+                running statistics of the snapshot, which are an average over the weights that training went through.
         """
-        settings = Settings(num_samples, seed, method, keep, batch_size, vmap, progress)
+        settings = Settings(num_samples, seed, method, keep, batch_size, vmap, progress, batch_norm)
         return predict(self, x, settings, likelihood, noise_variance)
 
     def last_layer(self, head: str | None = None) -> Posterior:
@@ -274,14 +280,15 @@ class Posterior(Decisions, ABC):
         return last_layer(self, head)
 
     def sampled_models(
-        self, num_samples: int = 32, seed: int = 0, *, dtype: torch.dtype | None = None
+        self, num_samples: int = 32, seed: int = 0, *, dtype: torch.dtype | None = None, batch_norm: Any = None
     ) -> Iterator[Callable[..., Any]]:
         """The model in evaluation mode under one draw of the weights after the other, to be called like the model.
 
         The draws are those of ``predict(x, num_samples, seed)``, which this is for where outputs are not tensors, or
         too large to be kept: a language model's, say. Outputs are the model's own, without what :attr:`scales` has for
         logits and log-variances. Call each before the next is drawn. ``dtype`` runs the model in
-        another precision than its own. Nothing of the model is changed meanwhile.
+        another precision than its own, and ``batch_norm`` gives each draw statistics of BatchNorm of its own, as in
+        :meth:`predict`. Nothing of the model is changed meanwhile.
 
         >>> import torch, vprop
         >>> model, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
@@ -295,10 +302,16 @@ class Posterior(Decisions, ABC):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise invalid("dtype", dtype, "None or a floating-point torch.dtype", "None is the model's own precision.")
         refuse_sharded(self.model, "sampled_models()")
-        return self._sampled_models(num_samples, seed, dtype)
+        return self._sampled_models(num_samples, seed, dtype, batch_norm)
 
-    def _sampled_models(self, num_samples: int, seed: int, dtype: torch.dtype | None = None) -> Iterator[Replica]:
-        return self._models_at(range(num_samples), seed, dtype)
+    def _sampled_models(
+        self, num_samples: int, seed: int, dtype: torch.dtype | None = None, batch_norm: Any = None
+    ) -> Iterator[Replica]:
+        shares = [(own, samples) for own, samples in self._shared_out(num_samples, seed) if samples]
+        statistics = statistics_of([own for own, _ in shares], batch_norm, dtype)
+        replicas = [own._models_at(samples, seed, dtype) for own, samples in shares]
+        with_own = (part if s is None else s.into(part) for part, s in zip(replicas, statistics, strict=True))
+        return chain.from_iterable(with_own)
 
     def _models_at(self, samples: Iterable[int], seed: int, dtype: torch.dtype | None = None) -> Iterator[Replica]:
         """The model under the draws with these numbers."""

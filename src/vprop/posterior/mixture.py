@@ -12,7 +12,7 @@ evidence like any ELBO. Members far from each other (a deep ensemble) have I = H
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from vprop.posterior._mixture_checks import (
     check_priors,
 )
 from vprop.posterior.prior import GaussianPrior
-from vprop.replica import Replica
 
 _CHOICE = 2**32 - 1
 """The parameter number whose noise chooses members: no parameter has it."""
@@ -156,10 +155,6 @@ class Mixture(Posterior):
     def _draw(self, seed: int, sample: int, snapshot: int = 0) -> dict[str, Tensor]:
         uniform = _uniform(seed, sample, snapshot)
         return self.members[self._member_at(uniform)]._draw(seed, sample, snapshot)
-
-    def _sampled_models(self, num_samples: int, seed: int, dtype: torch.dtype | None = None) -> Iterator[Replica]:
-        for member, samples in self._shared_out(num_samples, seed):
-            yield from member._models_at(samples, seed, dtype)
 
     def _shared_out(self, num_samples: int, seed: int) -> list[tuple[Posterior, range]]:
         """Sample i of n is of the member at quantile (i + u)/n of the weights: in proportion, whatever n is."""

@@ -13,8 +13,9 @@ from torch import Tensor
 from vprop.lab.deep import draws, predictions
 from vprop.lab.deep.contenders import BY_NAME
 from vprop.lab.deep.predictions import Forward
-from vprop.lab.deep.run import DeepJob, make_optimizer, make_rates, make_trainer
+from vprop.lab.deep.run import DeepJob, make_optimizer, make_rates, make_trainer, statistics_batches
 from vprop.lab.deep.workloads import Workload, workload
+from vprop.posterior.predictive.batch_norm import batch_norm_layers
 
 STEPS, DRAWS = 200, 8
 """Of a timing on a GPU."""
@@ -53,6 +54,9 @@ class DeepCost(DeepJob):
         found = {"step_ms": 1e3 * step, "gradient_ms": 1e3 * step / contender.gradients, "memory_mb": memory}
         found["forward_ms"] = 1e3 * predict(lambda: [model])
         found["draw_ms"] = 1e3 * predict(several) / DRAWS if contender.kind in ("posterior", "peer") else None
+        if contender.kind in ("posterior", "peer", "swag") and batch_norm_layers(model):
+            statistics = draws.Statistics(lambda: statistics_batches(x), self.how.autocast)
+            found["statistics_ms"] = 1e3 * _seconds(lambda: statistics.write(model))
         return found | {"test_inputs": len(work.test)}
 
     def _work(self) -> Workload:

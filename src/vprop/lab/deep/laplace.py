@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from vprop.lab.deep import predictions
+from vprop.lab.deep.draws import OWN
 from vprop.lab.deep.predictions import Forward
 from vprop.lab.deep.run import DeepRun, judgement, predictions_path
 from vprop.lab.deep.workloads import ImageWork
@@ -51,7 +52,7 @@ class LaplaceRun(DeepRun):
         drawn = (linearized(model, deviation, names) for deviation in deviations)
         over_draws = predictions.averaged(drawn, sets, labels, work.rows)
         predictions.save_images(predictions_path(self), at_mean, over_draws, work.labels)
-        return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, over_draws, work.labels)
+        return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, {OWN: over_draws}, work.labels)
 
 
 def linearized(model: nn.Module, deviation: Tensor, names: list[str] | None = None) -> Forward:

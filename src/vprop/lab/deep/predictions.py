@@ -28,7 +28,37 @@ class Averaged:
     """The log-loss of the mean over the first 1, 2, 4, … draws, where labels were given."""
 
 
-@torch.no_grad()
+class _Sums:
+    """Of one set's probabilities over draws."""
+
+    def __init__(self) -> None:
+        self.probs: Tensor | float = 0.0
+        self.entropy: Tensor | float = 0.0
+        self.count = 0
+        self.losses: dict[int, float] = {}
+
+    def add(self, probs: Tensor, labels: Tensor | None) -> None:
+        """float64: sums of 64 must not round what is left of a probability near 0."""
+        self.count += 1
+        self.probs = self.probs + probs
+        self.entropy = self.entropy + torch.special.entr(probs).sum(-1)
+        if self.count & (self.count - 1) == 0:
+            self._note_loss(labels)
+
+    def _note_loss(self, labels: Tensor | None) -> None:
+        if labels is not None:
+            assert isinstance(self.probs, Tensor)
+            self.losses[self.count] = log_loss(self.probs / self.count, labels)
+
+    def averaged(self, labels: Tensor | None) -> Averaged:
+        """The means."""
+        if self.count not in self.losses:
+            self._note_loss(labels)
+        assert isinstance(self.probs, Tensor)
+        assert isinstance(self.entropy, Tensor)
+        return Averaged(self.probs / self.count, self.entropy / self.count, self.count, self.losses)
+
+
 def averaged(
     draws: Iterable[Forward],
     sets: Mapping[str, Tensor],
@@ -37,23 +67,26 @@ def averaged(
     autocast: torch.dtype | None = None,
 ) -> dict[str, Averaged]:
     """Over all ``draws``; forwards are of ``rows`` inputs each."""
-    sums: dict[str, Tensor] = {}
-    entropies: dict[str, Tensor] = {}
-    losses: dict[str, dict[int, float]] = {name: {} for name in sets}
-    count = 0
-    for count, forward in enumerate(draws, 1):
+    return averaged_by_kind((("", forward) for forward in draws), sets, labels, rows, autocast).get("", {})
+
+
+@torch.no_grad()
+def averaged_by_kind(
+    draws: Iterable[tuple[str, Forward]],
+    sets: Mapping[str, Tensor],
+    labels: Mapping[str, Tensor],
+    rows: int,
+    autocast: torch.dtype | None = None,
+) -> dict[str, dict[str, Averaged]]:
+    """Over all draws of each kind, by kind and set."""
+    sums: dict[str, dict[str, _Sums]] = {}
+    for kind, forward in draws:
+        own = sums.setdefault(kind, {name: _Sums() for name in sets})
         for name, x in sets.items():
-            probs = probabilities(forward, x, rows, autocast)
-            entropy = torch.special.entr(probs).sum(-1)
-            # float64: sums of 64 must not round what is left of a probability near 0
-            sums[name] = sums[name] + probs if name in sums else probs
-            entropies[name] = entropies[name] + entropy if name in entropies else entropy
-            if name in labels and count & (count - 1) == 0:
-                losses[name][count] = log_loss(sums[name] / count, labels[name])
-    for name in labels:
-        if count and count not in losses[name]:
-            losses[name][count] = log_loss(sums[name] / count, labels[name])
-    return {name: Averaged(sums[name] / count, entropies[name] / count, count, losses[name]) for name in sums}
+            own[name].add(probabilities(forward, x, rows, autocast), labels.get(name))
+    return {
+        kind: {name: one.averaged(labels.get(name)) for name, one in by_set.items()} for kind, by_set in sums.items()
+    }
 
 
 def probabilities(forward: Forward, x: Tensor, rows: int, autocast: torch.dtype | None = None) -> Tensor:

@@ -43,7 +43,7 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
     if not runs:
         return None
     results = [result for _, result in runs]
-    kinds = list(results[0]["scores"])
+    kinds = [kind for kind in results[0]["scores"] if all(kind in one["scores"] for one in results)]
     cost = store.load(bench.cost(task, contender).key) if contender.make is not None else None
     counts = results[0]["nll_by_draws"]
     return {

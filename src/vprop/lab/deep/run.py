@@ -9,7 +9,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from vprop.lab.deep import draws, predictions
 from vprop.lab.deep.contenders import BY_NAME, DeepContender
 from vprop.lab.deep.predictions import Averaged, Forward
 from vprop.lab.deep.scores import diagram, score_labels, score_outliers
-from vprop.lab.deep.swag import SWAG, set_batch_norm
+from vprop.lab.deep.swag import SWAG
 from vprop.lab.deep.tasks import DeepTask, Part
 from vprop.lab.deep.training import Trainer, cosine_then_constant, one_cycle
 from vprop.lab.deep.unfinished import Unfinished
@@ -141,27 +141,34 @@ class DeepRun(DeepJob):
         sets, labels = {"test": work.test, **work.outliers}, {"test": work.labels}
         count = max(1, self.task.samples // 4) if self.part == "tuning" else self.task.samples
         options = (sets, labels, work.rows, self.how.autocast)
+        statistics = draws.Statistics(trained.batches, self.how.autocast)
         model.eval()
         if trained.swag is not None:
             trained.swag.write_mean()
-            set_batch_norm(model, trained.batches())
+            statistics.write(model)
         at_mean = predictions.averaged([model], *options)
-        drawn = self._draws(contender, model, optimizer, trained, count)
-        over_draws = None if drawn is None else predictions.averaged(drawn, *options)
+        drawn = self._draws(contender, model, optimizer, trained, count, statistics)
+        over_draws = predictions.averaged_by_kind(drawn, *options)
         if self.part == "final":
-            self._keep(work, model, contender, at_mean, over_draws)
+            self._keep(work, model, contender, at_mean, over_draws.get(draws.OWN))
         return judgement(at_mean, over_draws, work.labels) | {"sigma": median_sigma(optimizer, model)}
 
     def _draws(
-        self, contender: DeepContender, model: nn.Module, optimizer: Optimizer, trained: Trained, count: int
-    ) -> Iterator[Forward] | None:
+        self,
+        contender: DeepContender,
+        model: nn.Module,
+        optimizer: Optimizer,
+        trained: Trained,
+        count: int,
+        statistics: draws.Statistics,
+    ) -> Iterable[tuple[str, Forward]]:
         if contender.kind == "posterior":
-            return draws.posterior(optimizer, model, count)
+            return draws.of_both_kinds(draws.posterior(optimizer, model, count), statistics)
         if contender.kind == "dropout":
-            return draws.dropout(model, count)
+            return draws.of_one_kind(draws.dropout(model, count))
         if contender.kind == "peer":
-            return draws.peer(optimizer, model, count)
-        return None if trained.swag is None else draws.swag(trained.swag, trained.batches, count)
+            return draws.of_both_kinds(draws.peer(optimizer, model, count), statistics)
+        return () if trained.swag is None else draws.of_one_kind(draws.swag(trained.swag, count, statistics))
 
     def _keep(
         self,
@@ -186,10 +193,12 @@ def predictions_path(run: DeepJob) -> Any:
     return run.how.out / "predictions" / f"{run.key}.npz"
 
 
-def judgement(at_mean: dict[str, Averaged], over_draws: dict[str, Averaged] | None, labels: Tensor) -> dict[str, Any]:
-    """All scores of a run, at the mean and averaged over draws where there are any."""
-    kinds = {"mean": at_mean} | ({} if over_draws is None else {"averaged": over_draws})
-    by_draws = {} if over_draws is None else over_draws["test"].nll_by_draws
+def judgement(
+    at_mean: dict[str, Averaged], over_draws: dict[str, dict[str, Averaged]], labels: Tensor
+) -> dict[str, Any]:
+    """All scores of a run, at the mean and averaged over the draws of each kind."""
+    kinds = {"mean": at_mean} | {kind: over_draws[kind] for kind in (draws.OWN, draws.RUNNING) if kind in over_draws}
+    by_draws = over_draws[draws.OWN]["test"].nll_by_draws if draws.OWN in over_draws else {}
     return {
         "scores": {kind: score_labels(sets["test"].probs, labels) for kind, sets in kinds.items()},
         "outliers": {
@@ -223,7 +232,12 @@ class Trained:
 
     def batches(self) -> Iterator[Tensor]:
         """Of the last epoch, as it was trained on, for statistics of BatchNorm."""
-        return iter(self.last_inputs[:10_000].split(500))
+        return statistics_batches(self.last_inputs)
+
+
+def statistics_batches(x: Tensor) -> Iterator[Tensor]:
+    """Inputs that the statistics of BatchNorm are estimated from: at most 10,000."""
+    return iter(x[:10_000].split(500))
 
 
 def train(

@@ -11,7 +11,6 @@ whose covariance is half diagonal, half of low rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -76,24 +75,3 @@ class SWAG:
     def _need_two(self) -> None:
         if self.count < 2:
             raise ValueError(f"SWAG has collected {self.count} weights, needs at least 2: train for more epochs.")
-
-
-@torch.no_grad()
-def set_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
-    """The running statistics of BatchNorm under the weights that the model has now: means over these batches.
-
-    They belong to the weights, so that weights which no step led to need their own.
-    """
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    if not norms:
-        return
-    kept = [module.momentum for module in norms]
-    for module in norms:
-        module.reset_running_stats()
-        module.momentum = None  # a plain average
-    model.train()
-    for batch in batches:
-        model(batch)
-    model.eval()
-    for module, momentum in zip(norms, kept, strict=True):
-        module.momentum = momentum

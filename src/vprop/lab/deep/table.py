@@ -8,6 +8,8 @@ from typing import Any
 from vprop.lab import markdown
 
 NOTHING = "–"
+KINDS = (("mean", "the mean"), ("averaged", "draws"), ("running", "draws, running statistics"))
+"""Of predictions, in the order of the tables; the last is of networks with BatchNorm."""
 Row = dict[str, Any]
 
 
@@ -65,7 +67,7 @@ def scores_table(result: Row) -> str:
     head = ["", "predicts with", "accuracy", "NLL", "ECE", "Brier", "setting"]
     rows = []
     for row in result["contenders"]:
-        for kind, words in (("mean", "the mean"), ("averaged", "draws")):
+        for kind, words in KINDS:
             if kind in row["scores"]:
                 name = f"**{row['label']}**" if row["ours"] else row["label"]
                 rows.append([name, words, *_scores(row["scores"][kind]), _setting(row)])
@@ -82,7 +84,7 @@ def outliers_table(result: Row, name: str) -> str:
     head = ["", "predicts with", "AUROC, entropy", "FPR95, entropy", "AUROC, information", "FPR95, information"]
     rows = []
     for row in result["contenders"]:
-        for kind, words in (("mean", "the mean"), ("averaged", "draws")):
+        for kind, words in KINDS:
             if name in row["outliers"].get(kind, {}):
                 rows.append([row["label"], words, *_outliers(row["outliers"][kind][name])])
     for row in result["groups"]:

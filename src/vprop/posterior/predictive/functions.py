@@ -202,7 +202,7 @@ _PASSED_THROUGH = (replica.__file__, str(Path(_TORCH) / "overrides.py"))
 
 
 @contextmanager
-def told_with_input(x: Any, model: nn.Module) -> Iterator[None]:
+def told_with_input(x: Any, model: nn.Module | Replica, where: str = "predict(x)") -> Iterator[None]:
     """Add to an error that torch raises (shapes, precisions, devices) what the model was called with.
 
     Errors that the model raises itself, and those of its own arithmetic, pass as they are.
@@ -215,7 +215,7 @@ def told_with_input(x: Any, model: nn.Module) -> Iterator[None]:
         weights = next(model.parameters(), None)
         own = "" if weights is None else f" (its weights are {str(weights.dtype)[6:]} on {weights.device})"
         raise type(error)(
-            f"predict(x): the model{own} cannot be called with {described(x)}. torch says: {error}"
+            f"{where}: the model{own} cannot be called with {described(x)}. torch says: {error}"
         ) from error
 
 

@@ -64,16 +64,19 @@ class Batches:
     """Whether all the data are one batch, as they were given."""
 
 
-def batches_of(x: Any, batch_size: Any, model: nn.Module) -> Batches:
-    """What the model is to be called with. A loader is read once, and only as far as it has been asked."""
-    _refuse(x)
+def batches_of(x: Any, batch_size: Any, model: nn.Module, where: str = "predict(x)") -> Batches:
+    """What the model is to be called with. A loader is read once, and only as far as it has been asked.
+
+    ``where`` is who asks, for errors.
+    """
+    _refuse(x, where)
     place = Place.of(model)
     if is_loader(x):
         if batch_size is not None:
             remedy = "Leave it out, or make the loader with another batch size."
             raise invalid("batch_size", batch_size, "None for a loader, which has its own", remedy)
         taken = _keywords_of(model)
-        return Batches((place.put(_without_labels(batch, taken)) for batch in x), _length(x), whole=False)
+        return Batches((place.put(_without_labels(batch, taken, where)) for batch in x), _length(x), whole=False)
     if batch_size is None:
         return Batches(iter([place.put(x)]), 1, whole=True)
     if not is_number(batch_size, whole=True) or batch_size < 1:
@@ -165,7 +168,7 @@ def _rows(x: Any, start: int, stop: int) -> Any:
     return mapped(cut, x)
 
 
-def _refuse(x: Any) -> None:
+def _refuse(x: Any, where: str) -> None:
     """Refuse what no model takes, in words, before torch does in its own."""
     if isinstance(x, Dataset):
         found, remedy = type(x).__name__, "Make batches of it: torch.utils.data.DataLoader(dataset, batch_size=256)."
@@ -178,26 +181,26 @@ def _refuse(x: Any) -> None:
     else:
         return
     raise TypeError(
-        f"predict(x): got {found}, must be a tensor, a NumPy array, a DataLoader (or an iterator over batches), or a "
+        f"{where}: got {found}, must be a tensor, a NumPy array, a DataLoader (or an iterator over batches), or a "
         f"tuple or dict of tensors as the model takes them. {remedy}"
     )
 
 
-def _without_labels(batch: Any, taken: set[str] | None) -> Any:
+def _without_labels(batch: Any, taken: set[str] | None, where: str) -> Any:
     """The inputs in a batch of a loader: all of it, or what comes before the labels."""
     if isinstance(batch, Objective):
         return batch.x
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key not in LABELS or taken is None or key in taken}
     if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence):
-        _refuse(batch)
+        _refuse(batch, where)
         return batch
     if len(batch) not in (1, 2):
         raise TypeError(
-            f"predict(loader): got a batch of {len(batch)} things, must be x, (x,), a pair (x, y), or a dict. Several "
-            "inputs go into one x, a tuple or a dict: ((x1, x2), y)."
+            f"{where.replace('(x)', '(loader)')}: got a batch of {len(batch)} things, must be x, (x,), a pair (x, y), "
+            "or a dict. Several inputs go into one x, a tuple or a dict: ((x1, x2), y)."
         )
-    _refuse(batch[0])
+    _refuse(batch[0], where)
     return batch[0]
 
 

@@ -14,6 +14,7 @@ from vprop.likelihood import LikelihoodLike
 from vprop.posterior.calibrated import scaled_moments, scaled_outputs
 from vprop.posterior.linearized import LinearizedPrediction
 from vprop.posterior.prediction import Prediction
+from vprop.posterior.predictive.batch_norm import WHERE, statistics_of
 from vprop.posterior.predictive.inputs import Batches, batches_of
 from vprop.posterior.predictive.jacobians import LinearizedOutputs
 from vprop.posterior.predictive.progress import bar
@@ -38,6 +39,7 @@ class Settings(NamedTuple):
     batch_size: int | None
     vmap: bool | None
     progress: bool | None
+    batch_norm: Any = None
 
     def checked(self) -> Settings:
         """The same, or an error that names what is wrong."""
@@ -51,7 +53,21 @@ class Settings(NamedTuple):
         for name, flag in (("vmap", self.vmap), ("progress", self.progress)):
             if flag is not None:
                 check_flag(name, flag)
+        if self.batch_norm is not None:
+            self._check_batch_norm()
         return self._replace(num_samples=check_num_samples(self.num_samples), seed=check_seed(self.seed))
+
+    def _check_batch_norm(self) -> None:
+        if self.method == "linearized":
+            raise ValueError(
+                f"{WHERE}: method='linearized' draws no weights that could have statistics of their own. Leave it out, "
+                "or use the default, method='monte_carlo'."
+            )
+        if self.vmap:
+            raise ValueError(
+                f"{WHERE}: vmap=True runs all draws at once, and statistics are estimated under one draw at a time. "
+                "Leave one of the two out."
+            )
 
 
 def predict(
@@ -103,10 +119,11 @@ def _of_a_batch(
             return LinearizedPrediction(mean, covariance, likelihood, noise_variance, **how)
 
         return linearized
+    shares = [(own, samples) for own, samples in posterior._shared_out(settings.num_samples, settings.seed) if samples]
+    statistics = statistics_of([own for own, _ in shares], settings.batch_norm)
     parts = [
-        SampledOutputs(own, samples, settings.seed, vmap=settings.vmap, several=several)
-        for own, samples in posterior._shared_out(settings.num_samples, settings.seed)
-        if samples
+        SampledOutputs(own, samples, settings.seed, vmap=settings.vmap, several=several, statistics=own_statistics)
+        for (own, samples), own_statistics in zip(shares, statistics, strict=True)
     ]
 
     def predicted(x: Any, report: Callable[[int], None]) -> Prediction:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vprop.posterior.predictive.batch_norm import DrawStatistics
 from vprop.posterior.predictive.functions import ModelFunction, Prepared, function_of, told_with_input
 from vprop.posterior.predictive.inputs import has_rows, leaves
 
@@ -36,10 +37,20 @@ _BATCHED_WELL = (
 class SampledOutputs:
     """For each batch its outputs under the same draws of the weights, the draws first."""
 
-    def __init__(self, posterior: Posterior, samples: range, seed: int, *, vmap: bool | None, several: bool) -> None:
+    def __init__(
+        self,
+        posterior: Posterior,
+        samples: range,
+        seed: int,
+        *,
+        vmap: bool | None,
+        several: bool,
+        statistics: DrawStatistics | None = None,
+    ) -> None:
         self._posterior, self._samples, self._seed = posterior, samples, seed
         self._function: ModelFunction = function_of(posterior)
-        self._vmap = vmap
+        self._statistics = statistics
+        self._vmap = vmap if statistics is None else False
         elements = posterior.num_parameters
         size = sum(weight.numel() * weight.element_size() for weight in posterior.mean.values())
         self._at_once = max(1, min(len(samples), _DRAWN_AT_ONCE // max(1, elements)))
@@ -52,9 +63,12 @@ class SampledOutputs:
         with told_with_input(x, self._posterior.model):
             prepared = self._function.prepare(x)
             outputs = []
+            first = self._samples.start
             for draws in self._draws():
-                outputs += self._under(draws, prepared, x)
-                report(len(next(iter(draws.values()))))
+                outputs += self._under(draws, prepared, x, first)
+                count = len(next(iter(draws.values())))
+                first += count
+                report(count)
         return torch.cat(outputs)
 
     def _draws(self) -> Iterator[dict[str, Tensor]]:
@@ -71,7 +85,8 @@ class SampledOutputs:
             yield draws
         self._kept = kept
 
-    def _under(self, draws: dict[str, Tensor], prepared: Prepared, x: Any) -> list[Tensor]:
+    def _under(self, draws: dict[str, Tensor], prepared: Prepared, x: Any, first: int) -> list[Tensor]:
+        """The outputs under a stack of draws, whose numbers begin with ``first``."""
         if self._wants_vmap(x):
             try:
                 return [torch.func.vmap(lambda weights: self._function(weights, prepared))(draws)]
@@ -85,11 +100,13 @@ class SampledOutputs:
                     ) from error
                 self._vmap = False  # the loop says what is wrong, if it is not vmap
                 prepared = self._function.prepare(x)
-        count = len(next(iter(draws.values())))
-        return [
-            self._function({name: stack[i] for name, stack in draws.items()}, prepared).unsqueeze(0)
-            for i in range(count)
-        ]
+        outputs = []
+        for i in range(len(next(iter(draws.values())))):
+            weights = {name: stack[i] for name, stack in draws.items()}
+            if self._statistics is not None:
+                weights |= self._statistics.under(first + i, weights)
+            outputs.append(self._function(weights, prepared).unsqueeze(0))
+        return outputs
 
     def _wants_vmap(self, x: Any) -> bool:
         """As was asked; or for several batches where it was measured to be faster: small models on a CPU.
