@@ -110,7 +110,7 @@ class DeepRun(DeepJob):
             try:
                 if "cudnn-benchmark" not in self.how.fast:
                     return self._compute()
-                with torch.backends.cudnn.flags(benchmark=True):
+                with torch.backends.cudnn.flags(enabled=True, benchmark=True):
                     return self._compute()
             finally:
                 gc.collect()
