@@ -77,6 +77,7 @@ def test_results_hold_what_the_runs_found(finished):
     assert list(row["nll_by_draws"]) == ["1", "2", "4"]
     assert row["nll_by_draws"]["4"] == row["scores"]["averaged"]["nll"]
     assert row["cost"]["step_ms"] > 0
+    assert row["cost"]["statistics_ms"] > 0
     assert {group["name"] for group in result["groups"]} == {"ensemble-3", "ensemble-3-adamw", "mixture-3-vario"}
     assert all(group["groups"] == 1 for group in result["groups"])
     assert len(json.dumps(result)) < 60_000
@@ -124,6 +125,9 @@ def test_a_page_is_made_of_results_alone(finished, tmp_path, monkeypatch):
     text = place.read_text(encoding="utf-8")
     row = next(row for row in result_of(finished, IMAGES)["contenders"] if row["name"] == "vario")
     assert f"{row['scores']['averaged']['nll']['mean']:.4f} ± {row['scores']['averaged']['nll']['std']:.4f}" in text
+    running = f"{row['scores']['running']['nll']['mean']:.4f} ± {row['scores']['running']['nll']['std']:.4f}"
+    assert any("draws, running statistics" in line and running in line for line in text.splitlines())
+    assert f" {row['cost']['statistics_ms']:.1f} |" in text
     assert "(not tuned)" in text
     assert f"Vario: {100 * row['scores']['averaged']['accuracy']['mean']:.2f} / " in text.split("## How it was done")[0]
     images = [line.split("(")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]

@@ -76,6 +76,33 @@ def test_dropout_draws_masks_and_leaves_the_model_in_evaluation():
     assert torch.equal(model(x), model(x))
 
 
+def test_a_draw_is_used_with_both_statistics_of_batch_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = vprop.Vprop(model.parameters(), num_data=20)
+    ours, (x, y) = optimizer.posterior(model), data()
+    statistics = draws.Statistics(lambda: x[:20].split(10))
+    made = []
+
+    def drawn():
+        for forward in ours.sampled_models(3):
+            made.append(forward)
+            yield forward
+
+    found = predictions.averaged_by_kind(draws.of_both_kinds(drawn(), statistics), {"test": x}, {"test": y}, rows=7)
+    assert len(made) == 3
+    for kind, how in (("running", {}), ("averaged", {"batch_norm": iter(x[:20].split(10))})):
+        expected = ours.predict(x, 3, **how).samples.double().softmax(-1).mean(0)
+        torch.testing.assert_close(found[kind]["test"].probs, expected, rtol=1e-5, atol=1e-6)
+    assert (found["running"]["test"].probs - found["averaged"]["test"].probs).abs().max() > 0.01
+    # a package that writes draws into the model, whose own statistics come back
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    kinds = [kind for kind, _ in draws.of_both_kinds(draws.peer(optimizer, model, 2), statistics)]
+    assert kinds == ["running", "averaged"] * 2
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert [kind for kind, _ in draws.of_both_kinds(posterior().sampled_models(2), statistics)] == ["averaged"] * 2
+
+
 def averages(seed, count=40):
     generator = torch.Generator().manual_seed(seed)
     samples = (3 * torch.randn(5, count, 4, generator=generator, dtype=torch.float64)).softmax(-1)

@@ -53,18 +53,30 @@ def _pairs(batches: Iterable[Any], where: str) -> Iterator[Batch]:
 
 
 def held_out_predictions(
-    posterior: Posterior, batches: Iterable[Batch], num_samples: int, seed: int, where: str, *, check: bool = True
+    posterior: Posterior,
+    batches: Iterable[Batch],
+    num_samples: int,
+    seed: int,
+    where: str,
+    *,
+    batch_norm: Any = None,
+    check: bool = True,
 ) -> tuple[Prediction, Tensor]:
     """The prediction for all batches together, with their targets; with ``check``, both fit and are finite."""
     check_num_samples(num_samples)
     check_seed(seed)
-    parts = [(posterior.predict(x, num_samples, seed), y) for x, y in batches]
+    noise = posterior.noise_variance if posterior.likelihood == "gaussian" else None
+    if batch_norm is None:
+        parts = [(posterior.predict(x, num_samples, seed), y) for x, y in batches]
+    else:  # all in one, so that statistics are estimated once for each draw
+        pairs = list(batches)
+        whole = posterior.predict(iter(pairs), num_samples, seed, batch_norm=batch_norm)
+        y = torch.cat([targets for _, targets in pairs])
+        parts = [(Prediction(whole.samples.to(y.device), whole.likelihood, noise), y)]
     for prediction, y in parts if check else []:
         _check(prediction, y, where)
     samples = torch.cat([prediction.samples for prediction, _ in parts], dim=1)
-    first = parts[0][0]
-    noise = posterior.noise_variance if first.likelihood == "gaussian" else None
-    return Prediction(samples, first.likelihood, noise), torch.cat([y for _, y in parts])
+    return Prediction(samples, parts[0][0].likelihood, noise), torch.cat([y for _, y in parts])
 
 
 def check_kind(posterior: Posterior, allowed: tuple[str, ...], where: str) -> None:

@@ -11,6 +11,7 @@ from vprop.calibration._conformal import conformal_quantile
 from vprop.calibration._held_out import check_kind, held_out_batches, held_out_predictions
 from vprop.metrics._arguments import check_level
 from vprop.posterior import Posterior
+from vprop.posterior.predictive.batch_norm import training_inputs
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ConformalIntervals:
     posterior: Posterior | None = field(default=None, repr=False)
     num_samples: int = field(default=32, repr=False)
     seed: int = field(default=0, repr=False)
+    batch_norm: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
     def fit(cls, mean: Tensor, std: Tensor, y: Tensor, level: float = 0.9) -> ConformalIntervals:
@@ -64,7 +66,7 @@ class ConformalIntervals:
                 "These intervals were made of means and standard deviations, and know no posterior. Use "
                 "intervals.of(mean, std), or make them with conformal_intervals(posterior, x, y)."
             )
-        prediction = self.posterior.predict(x, self.num_samples, self.seed)
+        prediction = self.posterior.predict(x, self.num_samples, self.seed, batch_norm=self.batch_norm)
         return self.of(prediction.mean, prediction.variance.sqrt())
 
 
@@ -76,12 +78,13 @@ def conformal_intervals(
     level: float = 0.9,
     num_samples: int = 32,
     seed: int = 0,
+    batch_norm: Any = None,
 ) -> ConformalIntervals:
     """Intervals that hold the target with probability ``level``, calibrated on held-out data.
 
     ``data`` are inputs with targets ``y``, or a loader of pairs; neither the training data nor the test data. At least
     level/(1−level) of them, and some hundred for a coverage close to ``level`` in this calibration set and not only on
-    average. See :class:`ConformalIntervals`.
+    average. ``batch_norm`` is that of ``posterior.predict``, here and in predictions. See :class:`ConformalIntervals`.
 
     >>> import torch, vprop
     >>> model, x = torch.nn.Linear(2, 1), torch.randn(100, 2)
@@ -94,11 +97,12 @@ def conformal_intervals(
     """
     where = "conformal_intervals"
     check_level(level)
+    inputs = training_inputs(batch_norm)
     batches = held_out_batches(posterior, data, y, where)
     check_kind(posterior, ("gaussian", "heteroscedastic"), where)
-    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where)
+    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where, batch_norm=inputs)
     fitted = ConformalIntervals.fit(prediction.mean, prediction.variance.sqrt(), targets, level)
-    return ConformalIntervals(level, fitted.threshold, fitted.examples, posterior, num_samples, seed)
+    return ConformalIntervals(level, fitted.threshold, fitted.examples, posterior, num_samples, seed, inputs)
 
 
 def _check_shapes(mean: Tensor, std: Tensor, y: Tensor) -> None:

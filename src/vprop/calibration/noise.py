@@ -16,7 +16,13 @@ RANGE = 1e-5, 1e5
 
 
 def fit_noise_scale(
-    posterior: AnyPosterior, data: Any, y: Tensor | None = None, *, num_samples: int = 32, seed: int = 0
+    posterior: AnyPosterior,
+    data: Any,
+    y: Tensor | None = None,
+    *,
+    num_samples: int = 32,
+    seed: int = 0,
+    batch_norm: Any = None,
 ) -> CalibrationFit[AnyPosterior]:
     """The scale c of the observations' noise that makes held-out targets most likely, for a regression.
 
@@ -26,6 +32,7 @@ def fit_noise_scale(
     more closely than others, so that noise which it learned from them is too small: this mends it. The posterior's
     ``noise_variance`` is c times the former one; of a "heteroscedastic" model, the log-variances get log c added.
     Outputs are computed once. The data are those of ``fit_temperature``: held out of training, and not the test data.
+    ``batch_norm`` is that of ``posterior.predict``: give both the same.
 
     >>> import torch, vprop
     >>> model = torch.nn.Linear(1, 1)
@@ -42,7 +49,7 @@ def fit_noise_scale(
     where = "fit_noise_scale"
     batches = held_out_batches(posterior, data, y, where)
     check_kind(posterior, ("gaussian", "heteroscedastic"), where)
-    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where)
+    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where, batch_norm=batch_norm)
     examples = check_enough(targets, where)
     weights, noise = prediction.epistemic_variance.double(), prediction.aleatoric_variance.double()
     if not bool((noise > 0).all()):

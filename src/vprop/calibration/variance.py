@@ -9,12 +9,19 @@ from torch import Tensor
 from vprop.calibration._held_out import check_enough, check_kind, held_out_batches, held_out_predictions, log_loss
 from vprop.calibration._result import AnyPosterior, CalibrationFit
 from vprop.calibration._search import minimum
+from vprop.posterior.predictive.batch_norm import training_inputs
 
 RANGE = 1e-3, 1e3
 
 
 def fit_variance_scale(
-    posterior: AnyPosterior, data: Any, y: Tensor | None = None, *, num_samples: int = 32, seed: int = 0
+    posterior: AnyPosterior,
+    data: Any,
+    y: Tensor | None = None,
+    *,
+    num_samples: int = 32,
+    seed: int = 0,
+    batch_norm: Any = None,
 ) -> CalibrationFit[AnyPosterior]:
     """The scale s of the posterior's covariance that makes held-out data most likely.
 
@@ -27,7 +34,8 @@ def fit_variance_scale(
     is that of a Gaussian with the prediction's mean and variance.
 
     A scale at the end of its range (``at_limit``) means that the mean alone, or a much wider posterior, would predict
-    better: the posterior, or the fit, is wrong in more than its scale.
+    better: the posterior, or the fit, is wrong in more than its scale. ``batch_norm`` is that of ``posterior.predict``:
+    give both the same.
 
     >>> import torch, vprop
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -43,11 +51,15 @@ def fit_variance_scale(
     where = "fit_variance_scale"
     batches = held_out_batches(posterior, data, y, where)
     check_kind(posterior, ("categorical", "bernoulli", "gaussian", "heteroscedastic"), where)
-    examples = check_enough(held_out_predictions(posterior, batches, num_samples, seed, where)[1], where)
+    inputs = training_inputs(batch_norm)
+    _, targets = held_out_predictions(posterior, batches, num_samples, seed, where, batch_norm=inputs)
+    examples = check_enough(targets, where)
 
     def loss(scale: float) -> float:
         scaled = posterior._with_variance_times(scale)  # far too wide, it may overflow: then its loss is NaN
-        return log_loss(*held_out_predictions(scaled, batches, num_samples, seed, where, check=False))
+        return log_loss(
+            *held_out_predictions(scaled, batches, num_samples, seed, where, batch_norm=inputs, check=False)
+        )
 
     found = minimum(loss, *RANGE, step=1.15, tolerance=0.01)
     scaled = cast(AnyPosterior, posterior._with_variance_times(found.value))

@@ -12,6 +12,7 @@ from vprop.posterior.linearized import LinearizedPrediction
 from vprop.posterior.merge import merge
 from vprop.posterior.mixture import Mixture
 from vprop.posterior.prediction import Prediction
+from vprop.posterior.predictive.batch_norm import set_batch_norm
 from vprop.posterior.prior import GaussianPrior
 from vprop.posterior.pruning import PrunedPosterior
 from vprop.posterior.sensitivity import Sensitivity
@@ -35,4 +36,5 @@ __all__ = [
     "Sensitivity",
     "load_posterior",
     "merge",
+    "set_batch_norm",
 ]

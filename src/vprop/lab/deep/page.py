@@ -32,7 +32,8 @@ In this first table, the best is who has the smallest NLL on the test data.
   Every contender has a grid of one to four settings; what was chosen is in the last column, the grids with their
   losses are in the results.
 - **Predictions** are made at the mean of the weights, and averaged over draws: of the posterior, of dropout masks, of
-  SWAG's Gaussian (with statistics of BatchNorm for each draw). Probabilities are averaged, not logits.
+  SWAG's Gaussian. Probabilities are averaged, not logits. A draw of the weights has statistics of BatchNorm of its own,
+  from 10,000 training images; rows with "running statistics" are the same draws without them.
 - **Ensembles and mixtures** are means of the probabilities of runs with different seeds. An ensemble's members
   predict with their weights, a mixture's with draws from their posteriors. A group costs as many trainings as it has
   members.

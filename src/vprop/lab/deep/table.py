@@ -97,6 +97,8 @@ def cost_table(result: Row) -> str:
     """Time and memory of training relative to AdamW's, and of predictions."""
     base = next((row["cost"] for row in result["contenders"] if row["name"] == "adamw" and row["cost"]), None)
     head = ["", "step, ms", "training, of AdamW's", "memory, of AdamW's", "test set at the mean, ms", "a draw, ms"]
+    has_statistics = any(row["cost"] and "statistics_ms" in row["cost"] for row in result["contenders"])
+    head += ["its statistics, ms"] if has_statistics else []
     rows = []
     for row in result["contenders"]:
         if row["cost"] is None:
@@ -107,6 +109,8 @@ def cost_table(result: Row) -> str:
         memory = f"{cost['memory_mb'] / base['memory_mb']:.2f}" if has_memory and base is not None else NOTHING
         draw = NOTHING if cost["draw_ms"] is None else f"{cost['draw_ms']:.1f}"
         rows.append([row["label"], f"{cost['step_ms']:.2f}", relative, memory, f"{cost['forward_ms']:.1f}", draw])
+        if has_statistics:
+            rows[-1].append(f"{cost['statistics_ms']:.1f}" if "statistics_ms" in cost else NOTHING)
     return markdown.table(head, rows) if rows else ""
 
 

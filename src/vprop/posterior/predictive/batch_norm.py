@@ -8,7 +8,6 @@ estimated anew for each draw, as plain means over batches of training inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vprop.objective import model_arguments
 from vprop.posterior.predictive.functions import told_with_input
 from vprop.posterior.predictive.inputs import batches_of, is_loader, mapped
-from vprop.replica import Replica, evaluating_replicas
+from vprop.replica import Replica, evaluating_replicas, switches_by_itself
+from vprop.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from vprop.posterior._base import Posterior
@@ -41,8 +41,9 @@ def set_batch_norm(model: nn.Module, data: Any) -> None:
     >>> bool(torch.allclose(model[1].running_mean, model[0](torch.tensor([[9.0, 10.0]]))))
     True
     """
-    require_batch_norm(model)
-    estimate(model, TrainingInputs(data).on(model))
+    own = unwrapped(model)
+    require_batch_norm(own)
+    estimate(own, TrainingInputs(data).on(own))
 
 
 def batch_norm_layers(model: nn.Module | Replica) -> list[_BatchNorm]:
@@ -55,7 +56,7 @@ def require_batch_norm(model: nn.Module) -> None:
     if not batch_norm_layers(model):
         raise ValueError(
             f"{WHERE}: {type(model).__name__} has no BatchNorm layer with running statistics, so there is nothing to "
-            "estimate. Leave it out."
+            "estimate. Predict without."
         )
 
 
@@ -63,18 +64,33 @@ def require_batch_norm(model: nn.Module) -> None:
 def estimate(model: nn.Module | Replica, batches: Iterable[Any]) -> None:
     """The running statistics under the weights that ``model`` has now: plain means over ``batches``, its inputs.
 
-    They are written into the buffers, in place; modes and all else are as before afterwards.
+    They are written into the buffers, in place; modes and all else are as before afterwards. Of layers that were not
+    called, and if there is an error, they are as before as well.
     """
-    layers = batch_norm_layers(model)
-    for layer in layers:
-        layer.reset_running_stats()
+    averages: list[_PlainAverage] = []
+    modes = [(module, module.training) for module in model.modules()]
+    finished = False
+    try:
+        for module, _ in modes:
+            module.training = False
+        for layer in batch_norm_layers(model):
+            averages.append(_PlainAverage(layer))
+        _run(model, batches)
+        finished = True
+    finally:
+        for average in averages:
+            average.end(keep=finished)
+        for module, mode in modes:
+            module.training = mode
+
+
+def _run(model: nn.Module | Replica, batches: Iterable[Any]) -> None:
     empty = True
-    with _only_training(model, layers):
-        for batch in batches:
-            args, kwargs = model_arguments(batch)
-            with told_with_input(batch, model, WHERE):
-                model(*args, **kwargs)
-            empty = False
+    for batch in batches:
+        args, kwargs = model_arguments(batch)
+        with told_with_input(batch, model, WHERE):
+            model(*args, **kwargs)
+        empty = False
     if empty:
         raise ValueError(
             f"{WHERE}: got no batches. Pass training inputs: a tensor, or a DataLoader with data in it that can be "
@@ -82,42 +98,36 @@ def estimate(model: nn.Module | Replica, batches: Iterable[Any]) -> None:
         )
 
 
-@contextmanager
-def _only_training(model: nn.Module | Replica, layers: list[_BatchNorm]) -> Iterator[None]:
-    """These layers alone in training mode, the k-th forward of each counting 1/k."""
-    modes = [(module, module.training) for module in model.modules()]
-    momenta = [layer.momentum for layer in layers]
-    hooks = [layer.register_forward_pre_hook(_counting()) for layer in layers]
-    alone = [layer for layer in layers if isinstance(layer, nn.SyncBatchNorm) and "forward" not in layer.__dict__]
-    try:
-        for module, _ in modes:
-            module.training = False
-        for layer in layers:
-            layer.training = True
-        for layer in alone:  # one process may predict while the others do something else
+class _PlainAverage:
+    """Lets a layer average its statistics over forwards until the end, the k-th counting 1/k.
+
+    With ``momentum=None`` torch does the same, but waits for the GPU in each forward.
+    """
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        self._layer, self._momentum, self._count = layer, layer.momentum, 0
+        self._before = [buffer.clone() for buffer in layer.buffers()]
+        # One process may predict while the others do something else: nothing is gathered from them.
+        self._alone = isinstance(layer, nn.SyncBatchNorm) and "forward" not in layer.__dict__
+        if self._alone:
             layer.__dict__["forward"] = MethodType(_BatchNorm.forward, layer)
-        yield
-    finally:
-        for layer in alone:
-            del layer.__dict__["forward"]
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes:
-            module.training = mode
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
+        layer.reset_running_stats()
+        layer.training = True
+        self._hook = layer.register_forward_pre_hook(self._count_forward)
 
+    def _count_forward(self, layer: Any, args: Any) -> None:
+        self._count += 1
+        self._layer.momentum = 1 / self._count
 
-def _counting() -> Callable[[Any, Any], None]:
-    """A hook that makes a layer's average plain. With ``momentum=None`` torch does, but waits for the GPU each time."""
-    count = 0
-
-    def before(layer: Any, args: Any) -> None:
-        nonlocal count
-        count += 1
-        layer.momentum = 1 / count
-
-    return before
+    def end(self, *, keep: bool) -> None:
+        """Leave all as it was, but what was averaged, if that is to be kept."""
+        self._hook.remove()
+        self._layer.momentum = self._momentum
+        if self._alone:
+            del self._layer.__dict__["forward"]
+        if not keep or self._count == 0:
+            for buffer, old in zip(self._layer.buffers(), self._before, strict=True):
+                buffer.copy_(old)
 
 
 class TrainingInputs:
@@ -161,18 +171,27 @@ class DrawStatistics:
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._names = _names_of_statistics(posterior.model)
         self._dtype = dtype
+        self._anew = any(switches_by_itself(module) for module in posterior.model.modules())
+        self._replica: Replica | None = None
 
     def under(self, sample: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers for draw number ``sample``, which are estimated once."""
         if sample not in self._kept:
-            q = self._posterior
-            self._kept[sample] = self.estimated(next(evaluating_replicas(q.model, q._fixed(), [weights])))
+            self._kept[sample] = self.estimated(self._with(weights))
         return self._kept[sample]
+
+    def _with(self, weights: Mapping[str, Tensor]) -> Replica:
+        if self._replica is None or self._anew:
+            q = self._posterior
+            self._replica = next(evaluating_replicas(q.model, q._fixed(), [weights]))
+        else:
+            self._replica.load(weights)
+        return self._replica
 
     def estimated(self, replica: Replica) -> dict[str, Tensor]:
         """The buffers for the weights that ``replica`` has, which are put into it."""
         kept = dict(self._posterior.model.named_buffers()) | self._posterior.buffers
-        own = {name: _cast(torch.empty_like(kept[name]), self._dtype) for name in self._names}
+        own = {name: _cast(kept[name].clone(), self._dtype) for name in self._names}
         replica.load(own)
         estimate(replica, self._batches)
         return own
@@ -184,13 +203,18 @@ class DrawStatistics:
             yield replica
 
 
+def training_inputs(batch_norm: Any) -> Any:
+    """``batch_norm`` as something that can be given to several predictions, also if it is an iterator."""
+    return batch_norm if batch_norm is None or isinstance(batch_norm, TrainingInputs) else TrainingInputs(batch_norm)
+
+
 def statistics_of(
     posteriors: Sequence[Posterior], batch_norm: Any, dtype: torch.dtype | None = None
 ) -> Sequence[DrawStatistics | None]:
     """For each of them, members of a mixture say; ``None`` if ``batch_norm``, the argument of ``predict``, is."""
     if batch_norm is None:
         return [None] * len(posteriors)
-    inputs = TrainingInputs(batch_norm)
+    inputs = training_inputs(batch_norm)
     return [DrawStatistics(posterior, inputs, dtype) for posterior in posteriors]
 
 
