@@ -32,6 +32,7 @@ def collect(task: DeepTask, bench: Bench) -> Result | None:
         "tuning_seed": TUNING_SEED,
         "environment": runs[0]["environment"],
         "code": sorted({run["code"] for run in runs}),
+        "cost_of_adamw": _cost(task, BY_NAME["adamw"], bench, store),
         "contenders": rows,
         "groups": [row for group in GROUPS if (row := _group_row(task, group, bench, store)) is not None],
     }
@@ -44,7 +45,7 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
         return None
     results = [result for _, result in runs]
     kinds = [kind for kind in results[0]["scores"] if all(kind in one["scores"] for one in results)]
-    cost = store.load(bench.cost(task, contender).key) if contender.make is not None else None
+    cost = _cost(task, contender, bench, store)
     counts = results[0]["nll_by_draws"]
     return {
         "name": contender.name,
@@ -70,9 +71,17 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
         "nll_by_draws": _over_seeds([one["nll_by_draws"] for one in results]) if counts else {},
         "diagrams": results[0]["diagrams"],
         "sigma": results[0]["sigma"],
-        "cost": None if cost is None else {k: v for k, v in cost.items() if k not in ("job", "environment", "seconds")},
+        "cost": cost,
         "runs": results,
     }  # fmt: skip
+
+
+def _cost(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -> Result | None:
+    """As it was measured; of what has no training of its own or was not measured, ``None``."""
+    if contender.make is None or not contender.grid(task):
+        return None
+    found = store.load(bench.cost(task, contender).key)
+    return None if found is None else {k: v for k, v in found.items() if k not in ("job", "environment", "seconds")}
 
 
 def shown_setting(
