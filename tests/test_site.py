@@ -15,6 +15,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 import vprop
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +57,7 @@ def test_the_site(tmp_path):
     check_links(site, tmp_path)
     check_links_into_the_repository(site)
     check_every_public_name(site)
+    check_docstrings(site)
     check_arguments_of_optimizers(site)
 
 
@@ -126,6 +129,16 @@ def _is_its_own(name, module):
     return not name.startswith("_") and getattr(vars(module)[name], "__module__", None) == module.__name__
 
 
+def check_docstrings(site):
+    """Nothing of the source's marks is left, and examples are code."""
+    for name, page in site.items():
+        if name.startswith("reference/"):
+            text = html.unescape(re.sub(r"<[^>]+>", "", page.path.read_text()))
+            left = re.search(r":(?:class|func|meth|mod|data):`|``", text)
+            assert not left, (name, text[left.start() - 80 : left.end() + 80])
+            assert "<blockquote>" not in page.path.read_text(), name
+
+
 def check_arguments_of_optimizers(site):
     """Arguments are declared outside of the classes, so that reading the source does not find them."""
     text = site["reference/optimizers.html"].path.read_text()
@@ -144,10 +157,13 @@ def test_equations_become_mathml():
     spec = importlib.util.spec_from_file_location("equations", path)
     equations = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(equations)
-    tex = r"\begin{aligned} \mathcal L &= \boldsymbol{\mu} \\ h &\leftarrow \hat h \end{aligned}"
+    tex = r"\begin{aligned} \mathcal L &= \boldsymbol{\mu} + \log p \\ h &\leftarrow \hat h \end{aligned}"
     markup = equations.mathml(tex, block=True)
     assert 'display="block"' in markup
     assert "ℒ" in markup
     assert "𝝁" in markup
     assert markup.count("<mtr>") == 2
     assert "mathvariant" not in markup
+    assert "<mi>log</mi><mspace" in markup
+    with pytest.raises(ValueError, match="unknown"):
+        equations.mathml(r"\nosuchcommand x", block=False)

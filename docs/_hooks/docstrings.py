@@ -16,6 +16,8 @@ import griffe
 
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?(?P<name>[^`]+)`")
 EXAMPLE = re.compile(r"^(?P<indent> *)>>> .*\n?(?:(?P=indent)\S.*\n?|(?P=indent) .*\n?)*", re.MULTILINE)
+ATTRIBUTES = re.compile(r"^Attributes:\n(?P<entries>(?:    .*\n?)+)", re.MULTILINE)
+SECTION = re.compile(r"(Args|Notes|Raises|Returns|Yields):")
 
 
 class PlainDocstrings(griffe.Extension):
@@ -43,29 +45,41 @@ def _complete_optimizer(cls: griffe.Class) -> None:
 
 
 def _parameters(signature: inspect.Signature) -> Iterator[griffe.Parameter]:
+    """The parameters of a signature, with the last parts of their types' names."""
     for parameter in signature.parameters.values():
-        required = parameter.default is inspect.Parameter.empty
         typed = parameter.annotation is not inspect.Parameter.empty
         annotation = re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(parameter.annotation))
         yield griffe.Parameter(
             parameter.name,
             annotation=annotation.strip("'") if typed else None,
             kind=griffe.ParameterKind[parameter.kind.name.lower()],
-            default=None
-            if required
-            else 'float("inf")'
-            if parameter.default == float("inf")
-            else repr(parameter.default),
+            default=None if parameter.default is inspect.Parameter.empty else _written(parameter.default),
         )
+
+
+def _written(default: object) -> str:
+    """A default as it would be written in a call."""
+    return 'float("inf")' if default == float("inf") else repr(default)
 
 
 def as_markdown(text: str, owner: griffe.Object) -> str:
     """A docstring of this library as Markdown."""
-    parts = re.split(r"((?:^ *\n)(?:^    .*\n?|^ *\n)+)", _in_fences(text), flags=re.MULTILINE)
-    return "".join(
-        _plain(part) if position % 2 and "Args:" not in parts[position - 1][-20:] else _linked(part, owner)
-        for position, part in enumerate(parts)
-    )
+    lines, literal, section, after_blank = [], False, False, True
+    for line in _in_fences(ATTRIBUTES.sub(_listed, text)).split("\n"):
+        if line.startswith("    "):
+            literal = literal or (after_blank and not section)
+        elif line:
+            literal, section = False, bool(SECTION.fullmatch(line))
+        lines.append(_plain(line) if literal else _linked(line, owner))
+        after_blank = not line
+    return "\n".join(lines)
+
+
+def _listed(match: re.Match[str]) -> str:
+    """Attributes as a list: the parser of the reference gives those without a type the type of another one."""
+    entries = re.findall(r"^    (\w[^:]*): ((?:.*\n?)(?:^     .*\n?)*)", match["entries"], flags=re.MULTILINE)
+    rows = [f"- `{names.replace(', ', '`, `')}`: {' '.join(words.split())}" for names, words in entries]
+    return "\n".join(["**Attributes:**", "", *rows, ""])
 
 
 def _in_fences(text: str) -> str:
@@ -78,9 +92,9 @@ def _in_fences(text: str) -> str:
     return EXAMPLE.sub(fenced, text)
 
 
-def _plain(block: str) -> str:
-    """A preformatted block, in which marks would be seen as they are written."""
-    return ROLE.sub(r"\g<name>", block).replace("``", "")
+def _plain(line: str) -> str:
+    """A line of a preformatted block, in which marks would be seen as they are written."""
+    return ROLE.sub(r"\g<name>", line).replace("``", "")
 
 
 def _linked(text: str, owner: griffe.Object) -> str:

@@ -7,25 +7,32 @@ import logging
 import re
 import unicodedata
 from contextlib import suppress
+from itertools import pairwise
+from xml.etree import ElementTree
 
+from latex2mathml import exceptions
 from latex2mathml.converter import convert
 from mkdocs.structure.pages import Page
 
 log = logging.getLogger("mkdocs.hooks.equations")
 
 EQUATION = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[\[(](?P<tex>.*?)\\[\])]</(?P=tag)>', re.DOTALL)
-STYLED = re.compile(r'<mi mathvariant="(?P<style>script|bold|bold-italic|double-struck)">(?P<letter>[^<]+)</mi>')
+MATHML = "{http://www.w3.org/1998/Math/MathML}"
+LATEX_ERRORS = tuple(each for each in vars(exceptions).values() if isinstance(each, type))
+ROWS = {f"{MATHML}{name}" for name in ("mrow", "mtd", "mstyle", "msqrt")}
+THIN = {"width": "0.167em"}
 
 
 def on_page_content(content: str, page: Page, **_: object) -> str:
     """Replace what the Markdown extension marked as equations."""
 
     def drawn(match: re.Match[str]) -> str:
-        tex = html.unescape(match["tex"]).strip()
-        block = match["tag"] == "div"
-        markup = mathml(tex, block)
-        if re.search(r">\\[A-Za-z]|<mi>&amp;</mi>|<mi>&</mi>", markup):
-            log.warning("%s: an equation has what cannot be drawn: %s", page.file.src_uri, tex)
+        tex, block = html.unescape(match["tex"]).strip(), match["tag"] == "div"
+        try:
+            markup = mathml(tex, block)
+        except (ValueError, ElementTree.ParseError, *LATEX_ERRORS) as error:
+            log.warning("%s: an equation cannot be drawn (%s): %s", page.file.src_uri, error, tex)
+            return match[0]
         return f'<div class="equation">{markup}</div>' if block else markup
 
     return EQUATION.sub(drawn, content)
@@ -34,17 +41,43 @@ def on_page_content(content: str, page: Page, **_: object) -> str:
 def mathml(tex: str, block: bool) -> str:
     """One equation."""
     known = re.sub(r"\\(begin|end)\{(aligned|split|gathered)\}", r"\\\1{align*}", tex)
-    return STYLED.sub(_letter, convert(known, display="block" if block else "inline"))
+    tree = ElementTree.fromstring(convert(known, display="block" if block else "inline"))
+    for element in tree.iter():
+        text = element.text or ""
+        if re.match(r"\\[A-Za-z]", text):
+            raise ValueError(f"unknown: {text}")
+        if element.tag == f"{MATHML}mi":
+            _take_letter(element)
+        if element.tag == f"{MATHML}mo" and text == "/":
+            element.attrib |= {"lspace": "0", "rspace": "0"}
+        if element.tag == f"{MATHML}mo" and re.fullmatch(r"[A-Za-z]{2,}", text):
+            element.tag = f"{MATHML}mi"
+    for row in [element for element in tree.iter() if element.tag in ROWS]:
+        _space_functions(row)
+    ElementTree.register_namespace("", MATHML.strip("{}"))
+    return ElementTree.tostring(tree, encoding="unicode")
 
 
-def _letter(match: re.Match[str]) -> str:
-    """A letter of another alphabet by its own character: browsers do not read ``mathvariant``."""
-    letter = html.unescape(match["letter"])
-    name = unicodedata.name(letter, "") if len(letter) == 1 else ""
+def _take_letter(element: ElementTree.Element) -> None:
+    """Write a letter of another alphabet by its own character: browsers do not read ``mathvariant``."""
+    style = element.get("mathvariant", "normal")
+    name = unicodedata.name(element.text, "") if element.text and len(element.text) == 1 else ""
     found = re.fullmatch(r"(?:LATIN|GREEK) (CAPITAL|SMALL) LETTER (.*)", name)
-    if found:
-        styled = " ".join([match["style"].upper().replace("-", " "), *found.groups()])
-        for name in (f"MATHEMATICAL {styled}", styled):  # some, like ℒ, are older than the alphabet
-            with suppress(KeyError):
-                return f"<mi>{unicodedata.lookup(name)}</mi>"
-    return match[0]
+    if style == "normal" or not found:
+        return
+    styled = " ".join([style.upper().replace("-", " "), *found.groups()])
+    for name in (f"MATHEMATICAL {styled}", styled):  # some, like ℒ, are older than the alphabet
+        with suppress(KeyError):
+            element.text = unicodedata.lookup(name)
+            del element.attrib["mathvariant"]
+            return
+
+
+def _space_functions(row: ElementTree.Element) -> None:
+    """Set a function such as log apart from an argument without brackets."""
+    children = list(row)
+    for place, (element, following) in reversed(list(enumerate(pairwise(children)))):
+        name = element if element.tag == f"{MATHML}mi" else next(iter(element), element)
+        is_function = name.tag == f"{MATHML}mi" and re.fullmatch(r"[A-Za-z]{2,}", name.text or "")
+        if is_function and following.tag not in (f"{MATHML}mo", f"{MATHML}mspace"):
+            row.insert(place + 1, ElementTree.Element(f"{MATHML}mspace", THIN))

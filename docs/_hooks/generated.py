@@ -31,7 +31,7 @@ def _names(config: MkDocsConfig) -> Iterator[str]:
         described = re.findall(r"^::: (\S+)$", (Path(config.docs_dir) / uri).read_text(), flags=re.MULTILINE)
         if described:
             yield f"\n## {title}\n"
-            yield from (f"- [`{name}`][{name}]: {_first_sentence(name, config)}" for name in described)
+            yield from (f"- [`{name}`][{name}]{_first_sentence(name, config)}" for name in described)
 
 
 def _first_sentence(path: str, config: MkDocsConfig) -> str:
@@ -39,7 +39,7 @@ def _first_sentence(path: str, config: MkDocsConfig) -> str:
     handler = config.plugins["mkdocstrings"].get_handler("python")
     docstring = handler.collect(path, handler.get_options({})).docstring
     text = " ".join(docstring.value.split("\n\n")[0].split()) if docstring else ""
-    return re.split(r"(?<=[a-z)`>][.:])\s", text)[0].rstrip(":")
+    return ": " + re.split(r"(?<=[a-z)`>][.])\s", text)[0].rstrip(":") if text else ""
 
 
 def _commands() -> str:
