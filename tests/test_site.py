@@ -165,5 +165,6 @@ def test_equations_become_mathml():
     assert markup.count("<mtr>") == 2
     assert "mathvariant" not in markup
     assert "<mi>log</mi><mspace" in markup
+    assert "<mi>diag</mi><mspace" in equations.mathml(r"\mathrm{diag} \nabla^2 \Big(x\Big)^2", block=False)
     with pytest.raises(ValueError, match="unknown"):
         equations.mathml(r"\nosuchcommand x", block=False)

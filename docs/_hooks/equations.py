@@ -20,6 +20,7 @@ EQUATION = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[\[(](?P<tex>.*?
 MATHML = "{http://www.w3.org/1998/Math/MathML}"
 LATEX_ERRORS = tuple(each for each in vars(exceptions).values() if isinstance(each, type))
 ROWS = {f"{MATHML}{name}" for name in ("mrow", "mtd", "mstyle", "msqrt")}
+LONG = 60  # characters of an equation in a line that may be wider than a small screen
 THIN = {"width": "0.167em"}
 
 
@@ -33,15 +34,18 @@ def on_page_content(content: str, page: Page, **_: object) -> str:
         except (ValueError, ElementTree.ParseError, *LATEX_ERRORS) as error:
             log.warning("%s: an equation cannot be drawn (%s): %s", page.file.src_uri, error, tex)
             return match[0]
-        return f'<div class="equation">{markup}</div>' if block else markup
+        if block:
+            return f'<div class="equation">{markup}</div>'
+        return f'<span class="equation">{markup}</span>' if len(tex) > LONG else markup
 
     return EQUATION.sub(drawn, content)
 
 
 def mathml(tex: str, block: bool) -> str:
     """One equation."""
-    known = re.sub(r"\\(begin|end)\{(aligned|split|gathered)\}", r"\\\1{align*}", tex)
-    tree = ElementTree.fromstring(convert(known, display="block" if block else "inline"))
+    tree = ElementTree.fromstring(convert(_known(tex), display="block" if block else "inline"))
+    for row in list(tree.iter(f"{MATHML}mrow")):
+        _join_letters(row)
     for element in tree.iter():
         text = element.text or ""
         if re.match(r"\\[A-Za-z]", text):
@@ -56,6 +60,22 @@ def mathml(tex: str, block: bool) -> str:
         _space_functions(row)
     ElementTree.register_namespace("", MATHML.strip("{}"))
     return ElementTree.tostring(tree, encoding="unicode")
+
+
+def _known(tex: str) -> str:
+    """The same in commands that the converter knows, or that give brackets a size which browsers keep."""
+    known = re.sub(r"\\(begin|end)\{(aligned|split|gathered)\}", r"\\\1{align*}", tex)
+    known = re.sub(r"\\[bB]igg?l?(?=[(\[])", r"\\left", known)
+    return re.sub(r"\\[bB]igg?r?(?=[)\]])", r"\\right", known)
+
+
+def _join_letters(row: ElementTree.Element) -> None:
+    """Make one name of the upright letters of ``\\mathrm{diag}``."""
+    if len(row) > 1 and all(part.tag == f"{MATHML}mi" and part.get("mathvariant") == "normal" for part in row):
+        name = "".join(part.text or "" for part in row)
+        for part in list(row):
+            row.remove(part)
+        row.tag, row.text = f"{MATHML}mi", name
 
 
 def _take_letter(element: ElementTree.Element) -> None:
@@ -79,5 +99,6 @@ def _space_functions(row: ElementTree.Element) -> None:
     for place, (element, following) in reversed(list(enumerate(pairwise(children)))):
         name = element if element.tag == f"{MATHML}mi" else next(iter(element), element)
         is_function = name.tag == f"{MATHML}mi" and re.fullmatch(r"[A-Za-z]{2,}", name.text or "")
-        if is_function and following.tag not in (f"{MATHML}mo", f"{MATHML}mspace"):
+        is_apart = following.tag == f"{MATHML}mspace" or (following.tag == f"{MATHML}mo" and following.text != "∇")
+        if is_function and not is_apart:
             row.insert(place + 1, ElementTree.Element(f"{MATHML}mspace", THIN))
