@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-cuda format clean
+.PHONY: demo test test-slow test-cuda format docs docs-serve clean
 
 # A posterior at work, and a short version of the paper's comparison, on data that scikit-learn ships.
 demo: $(VENV)/.lab
@@ -29,6 +29,16 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation as a site, in site/. What it needs is installed first; building it needs no network.
+docs: $(VENV)/.docs
+	$(MKDOCS) build --strict
+
+# The same at http://127.0.0.1:8000, built again whenever a page is saved.
+docs-serve: $(VENV)/.docs
+	$(MKDOCS) serve
+
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -39,9 +49,13 @@ $(VENV)/.lab: $(VENV)/bin/python $(BUILT_FROM)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lab]"
 	touch $@
 
+$(VENV)/.docs: $(VENV)/bin/python $(BUILT_FROM)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	touch $@
+
 $(VENV)/.test: $(VENV)/bin/python $(BUILT_FROM)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) out site .mypy_cache .ruff_cache .pytest_cache

@@ -86,7 +86,7 @@ def _with_arguments(doc: str | None, own: dict[str, Hyperparameter]) -> str | No
         return None
     words = {"params": PARAMS} | {name: declared.words for name, declared in own.items()}
     entries = [
-        textwrap.fill(f"{name}: {text}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        textwrap.fill(f"{name}: {text}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
         for name, text in words.items()
     ]
     section = "\n".join(["Args:", *entries])
