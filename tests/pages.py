@@ -5,24 +5,33 @@ folder.
 
 A ```python block whose first line is a comment with the name of a file, ``# train.py``, is that file: it is written
 into the folder, and runs by the command of a ```bash block further down the page,
-``torchrun --nproc-per-node 2 train.py`` or ``python train.py``, in processes of its own. Files may import each other. A
+``torchrun --nproc-per-node 2 train.py`` or ``python train.py``, in processes of its own (torchrun itself is left to
+`make test-slow`; here its processes are started from one that has imported torch). Files may import each other. A
 file that no command runs and nothing imports is an error, and so is a block in a language that is not known to be no
 Python: nothing is left out in silence.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import shlex
+import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+LIMIT = 300
+"""Seconds that a program of a page may take."""
 
 NOT_RUN = {"", "bash", "bibtex", "console", "diff", "ini", "json", "text", "toml", "yaml"}
 """Languages of blocks that are read, not run; of ```bash, commands that name a file of the page are run."""
@@ -75,7 +84,11 @@ def commands_of(block: Block, files: set[str]) -> list[list[str]]:
     if block.language != "bash":
         return []
     lines = [shlex.split(line, comments=True) for line in block.text.replace("\\\n", " ").splitlines()]
-    return [words for words in lines if words and words[0] in ("python", "torchrun") and files & set(words)]
+    return [
+        words
+        for words in lines
+        if words and words[0] in ("python", "torchrun") and files & set(words) and "--nnodes" not in words
+    ]
 
 
 def run_page(page: str, path: Path, folder: Path) -> None:
@@ -102,17 +115,57 @@ def run_page(page: str, path: Path, folder: Path) -> None:
 
 
 def run_command(command: list[str], folder: Path) -> None:
-    """Run ``python …`` or ``torchrun …`` in the folder, with this interpreter."""
+    """Run ``python …`` or ``torchrun …`` in the folder."""
     program, *arguments = command
-    start = [sys.executable]
-    if program == "torchrun":  # a port of its own, as pages are run side by side
-        start += ["-m", "torch.distributed.run", *(["--standalone"] if "--standalone" not in arguments else [])]
-    result = subprocess.run(
-        [*start, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)},
-    )
+    if program == "torchrun":
+        ranks, file = torchrun_arguments(arguments)
+        run_ranks(folder / file, ranks)
+    else:
+        run_process([sys.executable, *arguments], folder)
+
+
+def run_process(command: list[str], folder: Path) -> None:
+    """Run a command in the folder and show what it said if it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=environment)
     assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
+
+
+def torchrun_arguments(arguments: list[str]) -> tuple[int, str]:
+    """How many processes, and the file."""
+    match arguments:
+        case ["--standalone", *rest]:
+            return torchrun_arguments(rest)
+        case ["--nproc-per-node" | "--nproc_per_node", number, file]:
+            return int(number), file
+    raise AssertionError(f"torchrun {shlex.join(arguments)}: a page has torchrun --nproc-per-node 2 train.py")
+
+
+def run_ranks(file: Path, count: int) -> None:
+    """What torchrun does, from processes that have imported torch already: half a second in place of many."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vprop", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    ranks = [context.Process(target=run_rank, args=(str(file), rank, count, port)) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(LIMIT)
+        rank.kill()
+    said = "\n".join(Path(f"{file}.{number}.log").read_text() for number in range(count))
+    assert all(rank.exitcode == 0 for rank in ranks), f"{file.name} on {count} ranks:\n{said}"
+
+
+def run_rank(file: str, rank: int, count: int, port: int) -> None:
+    """One process of torchrun's, with the environment that it gives."""
+    os.chdir(Path(file).parent)
+    log = open(f"{file}.{rank}.log", "w")  # noqa: SIM115 (as long as the process)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="localhost")
+    sys.argv, sys.path[0:0] = [file], [str(Path(file).parent)]
+    torch.set_num_threads(1)
+    runpy.run_path(file, run_name="__main__")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pages import PAGES, ROOT, blocks_of, run_page
+from tests.pages import PAGES, ROOT, blocks_of, commands_of, run_page, run_process
 
 
 @pytest.fixture
@@ -44,6 +44,21 @@ def test_the_snippet_of_the_readme_prints_what_stands_below_it(clean_start, caps
     assert number.sub("", printed).split() == number.sub("", shown).split()
     values = [[float(value) for value in number.findall(text)] for text in (printed, shown)]
     assert values[0] == pytest.approx(values[1], abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_programs_run_under_torchrun_itself(path, tmp_path):
+    """The commands of a page word by word, but for a port of its own."""
+    files: set[str] = set()
+    for block in blocks_of(path.read_text()):
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text)
+            files.add(block.file)
+        for program, *arguments in commands_of(block, files):
+            if program == "torchrun":
+                start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                run_process([*start, *(word for word in arguments if word != "--standalone")], tmp_path)
 
 
 def test_pages_are_found():
@@ -79,6 +94,14 @@ def fenced(*blocks):
             "no ```bash block after it runs train.py",
         ),
         (fenced(("python", "# train.py\nassert 1 == 2"), ("bash", "python train.py")), "AssertionError"),
+        (
+            fenced(("python", "# train.py\nassert 1 == 2"), ("bash", "torchrun --nproc-per-node 2 train.py")),
+            "assert 1 == 2",
+        ),
+        (
+            fenced(("python", "# train.py\nx = 1"), ("bash", "torchrun train.py")),
+            "a page has torchrun --nproc-per-node",
+        ),
         (fenced(("py", "x = 1")), "what is a block in 'py'"),
         (fenced(("", "import vprop")), "looks like Python"),
     ],
