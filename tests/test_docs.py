@@ -157,7 +157,7 @@ def test_the_figures_of_networks():
 
 
 PROMISED = ("deep.md", "gallery.md", "index.md", "guides/", "reference/")
-"""Pages of docs that may be missing in a checkout, as they are made apart; the check of the site finds dead links to them."""
+"""Pages of docs that may be missing in a checkout: they are made apart. The check of the site finds dead links."""
 
 
 @pytest.mark.parametrize(
