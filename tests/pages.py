@@ -13,6 +13,7 @@ Python: nothing is left out in silence.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -30,7 +31,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-LIMIT = 300
+LIMIT = 120
 """Seconds that a program of a page may take."""
 
 NOT_RUN = {"", "bash", "bibtex", "console", "diff", "ini", "json", "text", "toml", "yaml"}
@@ -168,4 +169,5 @@ def run_rank(file: str, rank: int, count: int, port: int) -> None:
     os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="localhost")
     sys.argv, sys.path[0:0] = [file], [str(Path(file).parent)]
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(LIMIT - 10, file=log)  # where it waits, if it waits for ever
     runpy.run_path(file, run_name="__main__")
