@@ -4,11 +4,12 @@ A page is one program. Its ```python blocks run in order, in one namespace that 
 folder.
 
 A ```python block whose first line is a comment with the name of a file, ``# train.py``, is that file: it is written
-into the folder, and runs by the command of a ```bash block further down the page,
+into the folder, and runs by a command further down the page, in ```bash or after a ``$`` in ```console or ```text,
 ``torchrun --nproc-per-node 2 train.py`` or ``python train.py``, in processes of its own (torchrun itself is left to
 `make test-slow`; here its processes are started from one that has imported torch). Files may import each other. A
 file that no command runs and nothing imports is an error, and so is a block in a language that is not known to be no
-Python: nothing is left out in silence.
+Python: nothing is left out in silence. Only on pages ``from-*.md``, code of the library that one comes from, which
+need not be installed, is a ```py block: compiled, not run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import faulthandler
 import multiprocessing
 import os
 import re
-import runpy
 import shlex
 import socket
 import subprocess
@@ -35,7 +35,7 @@ LIMIT = 120
 """Seconds that a program of a page may take."""
 
 NOT_RUN = {"", "bash", "bibtex", "console", "diff", "ini", "json", "text", "toml", "yaml"}
-"""Languages of blocks that are read, not run; of ```bash, commands that name a file of the page are run."""
+"""Languages of blocks that are read, not run; but commands that name a file of the page are (``commands_of``)."""
 
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=fence) *$", re.M | re.S
@@ -68,26 +68,32 @@ def blocks_of(page: str) -> list[Block]:
     return found
 
 
-def refuse_unknown(blocks: list[Block]) -> None:
+def refuse_unknown(blocks: list[Block], path: Path) -> None:
     """Refuse what might be Python and would not be run."""
     for block in blocks:
         if block.language == "python":
             continue
+        if block.language == "py" and path.name.startswith("from-"):  # of another library, which need not be there
+            compile(block.text, str(path), "exec")
+            continue
         assert block.language in NOT_RUN, (
-            f"line {block.line}: what is a block in {block.language!r}? Add it to NOT_RUN."
+            f"line {block.line}: what is a block in {block.language!r}? Python that runs is ```python."
         )
         hidden = block.language != "diff" and LOOKS_LIKE_PYTHON.search(block.text)
         assert not hidden, f"line {block.line}: this looks like Python; call the block ```python, so that it is run."
 
 
 def commands_of(block: Block, files: set[str]) -> list[list[str]]:
-    """The commands of a ```bash block that run a file of the page."""
-    if block.language != "bash":
+    """The commands of a ```bash block, or after a ``$`` in ```console and ```text, that run a file of the page."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.language in ("console", "text"):  # with what they print
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    elif block.language != "bash":
         return []
-    lines = [shlex.split(line, comments=True) for line in block.text.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines]
     return [
         words
-        for words in lines
+        for words in commands
         if words and words[0] in ("python", "torchrun") and files & set(words) and "--nnodes" not in words
     ]
 
@@ -95,7 +101,7 @@ def commands_of(block: Block, files: set[str]) -> list[list[str]]:
 def run_page(page: str, path: Path, folder: Path) -> None:
     """Run all blocks in ``folder``, which is empty and the current one. Tracebacks name ``path`` and its lines."""
     blocks = blocks_of(page)
-    refuse_unknown(blocks)
+    refuse_unknown(blocks, path)
     names: dict[str, object] = {"__name__": "__main__"}
     waiting: dict[str, int] = {}
     files: set[str] = set()
@@ -112,7 +118,7 @@ def run_page(page: str, path: Path, folder: Path) -> None:
     texts = [block.text for block in blocks]
     for file, line in waiting.items():
         imported = re.compile(rf"^(from|import) {re.escape(file[:-3])}\b", re.M)
-        assert any(map(imported.search, texts)), f"line {line}: no ```bash block after it runs {file}."
+        assert any(map(imported.search, texts)), f"line {line}: no command after it runs {file}."
 
 
 def run_command(command: list[str], folder: Path) -> None:
@@ -170,4 +176,8 @@ def run_rank(file: str, rank: int, count: int, port: int) -> None:
     sys.argv, sys.path[0:0] = [file], [str(Path(file).parent)]
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(LIMIT - 10, file=log)  # where it waits, if it waits for ever
-    runpy.run_path(file, run_name="__main__")
+    names: dict[str, object] = {"__name__": "__main__", "__file__": file}
+    exec(compile(Path(file).read_text(), file, "exec"), names)
+    # Torch may hang or abort when a model in DDP over gloo is freed after its process group: nothing is freed here.
+    sys.stdout.flush()
+    os._exit(0)

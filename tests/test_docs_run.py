@@ -88,10 +88,10 @@ def fenced(*blocks):
     ("page", "message"),
     [
         (fenced(("python", "x = 1"), ("python", "assert x == 2, 'second'")), "second"),
-        (fenced(("python", "# train.py\nx = 1")), "line 2: no ```bash block after it runs train.py"),
+        (fenced(("python", "# train.py\nx = 1")), "line 2: no command after it runs train.py"),
         (
             fenced(("bash", "python train.py"), ("python", "# train.py\nx = 1")),
-            "no ```bash block after it runs train.py",
+            "no command after it runs train.py",
         ),
         (fenced(("python", "# train.py\nassert 1 == 2"), ("bash", "python train.py")), "AssertionError"),
         (
