@@ -1,19 +1,15 @@
-"""Numbers in the documentation are those of the committed results."""
+"""Numbers in the documentation are those of the committed results, and links lead somewhere."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
-ROOT = Path(__file__).parents[1]
+from tests.figures import measured_on_networks, shown_of_networks
+from tests.pages import PAGES, ROOT
+
 PAPER = (ROOT / "docs" / "paper.md").read_text()
 
 
@@ -62,27 +58,6 @@ def test_the_comparison_with_scikit_learns_defaults():
     assert rows((ROOT / "docs" / "training.md").read_text(), 4)[1:] == expected
     networks = [row for row in results if "BayesianLogisticRegression" not in row]
     assert all(row["wins"] == 5 for row in networks)  # as the page says
-
-
-def test_the_guides_code_runs_in_order(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), flags=re.S)
-    assert len(programs) >= 8
-    names = {}
-    with torch.random.fork_rng():
-        for program in programs:
-            exec(program, names)
-
-
-@pytest.mark.parametrize("page", ["calibration", "decisions", "eigenbasis"])
-def test_the_code_of_further_pages_runs_in_order(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.S)
-    assert len(programs) >= 2
-    names = {}
-    with torch.random.fork_rng():
-        for program in programs:
-            exec(program, names)
 
 
 def test_the_figures_of_calibration_and_decisions_are_those_of_the_committed_run():
@@ -148,35 +123,6 @@ def test_the_page_on_the_eigenbasis_says_what_was_measured():
         assert f"| {row['structure']} | {row['mean']:.3f} | {row['posterior']:.3f} |" in text
 
 
-def test_the_code_of_the_page_on_frameworks_runs_in_order(tmp_path):
-    """In a process of its own, which believes that torchrun has started it."""
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), flags=re.S)
-    assert len(programs) >= 8
-    (tmp_path / "page.py").write_text("\n".join(programs))
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    result = subprocess.run(
-        [sys.executable, "page.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | torchrun | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)},
-    )
-    assert result.returncode == 0, result.stderr
-
-
-def test_the_code_of_the_page_on_predictions_runs_in_order():
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "predictions.md").read_text(), flags=re.S)
-    assert len(programs) >= 6
-    names = {}
-    with torch.random.fork_rng():
-        for program in programs:
-            exec(program, names)
-
-
 def test_the_ways_to_predict():
     """The table is that of the file: log-loss and calibration error of the first optimizer, then of the second."""
     digits = json.loads((ROOT / "benchmarks" / "results" / "predictions.json").read_text())["digits"]
@@ -191,27 +137,58 @@ def test_the_ways_to_predict():
 SCORES = {"log_loss": 4, "calibration_error": 4, "distance": 4}
 
 
+def test_the_demo():
+    methods = json.loads((ROOT / "docs" / "demo" / "demo.json").read_text())["digits"]["methods"]
+    names = {
+        "accuracy": "accuracy",
+        "log-loss": "log_loss",
+        "calibration error": "expected_calibration_error",
+        "confidence on pure noise": "mean_confidence_on_noise",
+    }
+    shown = {cells[0]: cells[1:] for cells in rows((ROOT / "docs" / "start.md").read_text(), 3)}
+    for row, key in names.items():
+        assert shown[row] == [f"{methods[name][key]:.3f}" for name in ("Adam", "Vario")], row
+
+
+def test_the_figures_of_networks():
+    shown = shown_of_networks((ROOT / "docs" / "choose.md").read_text())
+    assert len(shown) == 13
+    assert set(shown) <= measured_on_networks()
+
+
+PROMISED = ("deep.md", "gallery.md", "index.md", "guides/", "reference/")
+"""Pages of docs that may be missing in a checkout: they are made apart. The check of the site finds dead links."""
+
+
 @pytest.mark.parametrize(
-    "page",
+    "path",
     [
-        "README.md",
-        "docs/guide.md",
-        "docs/calibration.md",
-        "docs/decisions.md",
-        "docs/sensitivity.md",
-        "docs/predictions.md",
-        "docs/eigenbasis.md",
-        "docs/training.md",
-        "examples/README.md",
-        "docs/methods.md",
-        "docs/paper.md",
-        "docs/design-notes.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
+        *PAGES,
+        *(ROOT / name for name in ("examples/README.md", "benchmarks/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     ],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
-def test_links_lead_somewhere(page):
-    text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        if not target.startswith("http"):
-            assert ((ROOT / page).parent / target).exists(), target
+def test_links_lead_somewhere(path):
+    """To files, and to headings of pages."""
+    for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", without_code(path.read_text())):
+        file = (path.parent / target) if target else path
+        if target.startswith(("http:", "https:")) or (not file.exists() and is_promised(file)):
+            continue
+        assert file.exists(), target
+        if heading:
+            assert heading in headings(file.read_text()), f"{target}#{heading}"
+
+
+def is_promised(file):
+    docs = ROOT / "docs"
+    return file.resolve().is_relative_to(docs) and str(file.resolve().relative_to(docs)).startswith(PROMISED)
+
+
+def without_code(text):
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S))
+
+
+def headings(text):
+    """Anchors as GitHub and the site make them: small letters, spaces as hyphens, no other signs."""
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

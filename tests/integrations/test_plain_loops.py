@@ -157,7 +157,7 @@ def test_clipping_is_what_it_is_by_hand(name, way, mc_samples, kind):
 
 
 def test_several_samples_are_clipped_one_by_one_in_their_blocks():
-    """As the README says; and so it is in a closure, which runs once for each sample."""
+    """As docs/guide.md says; and so it is in a closure, which runs once for each sample."""
     clip, _ = CLIPS["norm"]
     model = make_model()
     optimizer = Vprop(model.parameters(), lr=LEARNING_RATE, num_data=200, mc_samples=2)

@@ -1,4 +1,4 @@
-"""Every figure about speed in README and docs is one of a committed result."""
+"""Every figure about speed in docs is one of a committed result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/speed.md", "docs/predictions.md"])
+@pytest.mark.parametrize("page", ["docs/speed.md", "docs/predictions.md"])
 def test_tables_are_those_of_the_results(page):
     text = (ROOT / page).read_text()
     assert "<!-- bench " in text
-    assert filled(text, RESULTS) == text, "run: vprop bench page README.md docs/speed.md docs/predictions.md"
+    assert filled(text, RESULTS) == text, "run: vprop bench page docs/speed.md docs/predictions.md"
 
 
 def test_every_result_names_its_command_and_its_machine():

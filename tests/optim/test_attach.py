@@ -223,7 +223,7 @@ def test_a_compiled_model():
 
 
 def test_batchnorm_statistics_can_be_recomputed_at_the_mean_after_detaching():
-    """The README's advice for evaluating at the mean."""
+    """The guide's advice for evaluating at the mean."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))

@@ -1,6 +1,6 @@
 """Defaults that work: no argument but ``lr`` and ``num_data``, on data that ships with scikit-learn.
 
-The documented recipe (README, "Choosing lr"): lr=0.3 with a cosine schedule to zero. Adam runs at its defaults, on
+The documented recipe (docs/guide.md, `lr`): lr=0.3 with a cosine schedule to zero. Adam runs at its defaults, on
 the same batches for the same number of epochs; the posterior's accuracy, and that of the mean weights, may be at
 most one percentage point below it.
 """
