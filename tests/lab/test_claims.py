@@ -68,10 +68,11 @@ def test_one_figure(name, changes, expected):
 
 
 def test_two_figures_that_disagree():
-    other = panel(vprop_2=method("vprop-2", elbo=-150.0))
+    other = panel(vprop_2=method("vprop-2", elbo=-150.0)) | {"title": "network"}
     claim = verdict("close-to-cvi", {"logreg": {"panels": [panel()]}, "mlp": {"panels": [other]}})
     assert claim["verdict"] == "holds in part"
-    assert claim["measured"] == "It is so in 1 of 2 comparisons."
+    assert claim["share"] == "1 of 2 comparisons"
+    assert claim["measured"] == "It holds for: toy, full batch. Elsewhere their ELBOs end 50 nats apart."
     assert [check["holds"] for check in claim["checks"]] == [True, False]
 
 
