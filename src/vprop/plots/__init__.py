@@ -5,6 +5,7 @@
 look: ``with vprop.plots.style.pictures():`` gives yours the same.
 """
 
+from vprop.plots import style
 from vprop.plots.scores import outliers, reliability, risk_coverage
 
-__all__ = ["outliers", "reliability", "risk_coverage"]
+__all__ = ["outliers", "reliability", "risk_coverage", "style"]

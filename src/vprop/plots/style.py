@@ -68,6 +68,30 @@ def pictures() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def figure(path: str | Path, *, rows: int = 1, columns: int = 1, **arguments: Any) -> Iterator[Any]:
+    """Axes to draw into, one or an array of them, with the look; the picture is in the file ``path`` afterwards.
+
+    Other arguments are those of ``matplotlib.pyplot.subplots``.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with figure(f"{folder}/line.png", figsize=(4, 3)) as axes:
+    ...         _ = axes.plot([0, 1], [0, 1])
+    ...     Path(f"{folder}/line.png").stat().st_size < 10_000
+    True
+    """
+    with pictures():
+        import matplotlib.pyplot as plt
+
+        drawn, axes = plt.subplots(rows, columns, layout="constrained", **arguments)
+        try:
+            yield axes
+            save(drawn, path)
+        finally:
+            plt.close(drawn)
+
+
 def readable(color: str) -> str:
     """The colour for letters on white: darker, where it is too pale (a contrast of 4.5 to 1).
 
