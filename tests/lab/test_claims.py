@@ -76,6 +76,18 @@ def test_two_figures_that_disagree():
     assert [check["holds"] for check in claim["checks"]] == [True, False]
 
 
+def test_words_for_one_figure_and_for_none():
+    one = verdict("close-to-cvi", {"logreg": {"panels": [panel(vprop_2=method("vprop-2", elbo=-150.0))]}})
+    assert one["share"] == "0 of 1 comparison"
+    assert one["measured"].startswith("toy, full batch: ELBO -150.0")
+    both = [panel(vprop_2=method("vprop-2", elbo=-150.0)) | {"title": title} for title in ("here", "there")]
+    none = verdict("close-to-cvi", {"logreg": {"panels": both}})
+    assert none["share"] == "none of 2 comparisons"
+    assert none["measured"] == "Everywhere their ELBOs end 50 nats apart."
+    slow = verdict("fast-as-bbvi", {"logreg": {"panels": [panel(bbvi=method("bbvi", curve=[-100.0] * 3))]}})
+    assert slow["measured"] == "Of the others 3 get there later, and 1 not within the run."
+
+
 def test_overfitting_needs_both_sides():
     rising = [0.4, 0.3, 0.4]
     good = panel("mlp", rmsprop=method("rmsprop", losses=rising), vprop_0=method("vprop-0", losses=rising))

@@ -203,5 +203,7 @@ def _tell_gains(console: Console, result: dict[str, Any]) -> None:
     found, last = gains(result)
     console.print("\nWhat the posterior gained:", style="bold")
     for gain in found:
-        console.print(f" {gain.mark} {gain.words}", highlight=False)
+        line = Table.grid(padding=(0, 1))
+        line.add_row(f" {gain.mark}", gain.words)
+        console.print(line, highlight=False)
     console.print(f"{last}\n", highlight=False)

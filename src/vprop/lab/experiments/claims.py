@@ -63,8 +63,13 @@ def _decide(claim: Claim, results: Results) -> dict[str, Any]:
     failing = [check for check in checks if not check.holds]
     holding = len(checks) - len(failing)
     verdict = "holds" if not failing else "holds in part" if holding else "does not hold"
-    words = checks[0].text if len(checks) == 1 else _where(checks)
-    measured = " ".join(part for part in (words, claim.differs(failing) if failing else "") if part)
+    if len(checks) == 1:  # which says it all
+        measured = f"{checks[0].text}."
+    else:
+        differs = claim.differs(failing) if failing else ""
+        if not holding:
+            differs = differs.replace("Elsewhere", "Everywhere", 1).replace("Otherwise", "Everywhere", 1)
+        measured = f"{_where(checks)} {differs}".strip()
     listed = [{"text": check.text, "holds": check.holds} for check in checks]
     return entry | {"verdict": verdict, "share": _share(holding, len(checks)), "measured": measured, "checks": listed}
 
@@ -76,7 +81,7 @@ def _share(holding: int, total: int) -> str:
     ('2 of 8 comparisons', 'all 4 comparisons', 'none of 3 comparisons', 'the one comparison')
     """
     if total == 1:
-        return "the one comparison" if holding else "not in the one comparison"
+        return "the one comparison" if holding else "0 of 1 comparison"
     count = "all" if holding == total else "none of" if not holding else f"{holding} of"
     return f"{count} {total} comparisons"
 
@@ -216,7 +221,7 @@ def _fast_as_bbvi(results: Results) -> list[Check]:
 
 def _slower(failing: list[Check]) -> str:
     never = sum(math.isinf(check.gap) for check in failing)
-    return f"Of the other {len(failing)}, {len(failing) - never} get there later, and {never} not within the run."
+    return f"Of the others {len(failing) - never} get there later, and {never} not within the run."
 
 
 def _after(passes: float) -> str:
