@@ -2,6 +2,9 @@
 
     python benchmarks/decisions.py --json benchmarks/results/decisions.json --pictures docs
 
+If the file is there, only the pictures are made: accuracy against labels from it, the others by training the classifier
+of seed 0 again.
+
 Fashion-MNIST: 2,000 training, 1,000 held-out and 10,000 test images, an MLP, Vario with its defaults, five seeds; as
 inputs of another kind, MNIST's test images, in ``$VPROP_DATA/mnist``. Diabetes (scikit-learn): 200 training, 121
 held-out and 121 test rows. Digits (scikit-learn): 20 labels at first, 10 more each round, as in
@@ -34,6 +37,7 @@ from vprop import acquisition, calibration, metrics, plots
 from vprop.lab import data
 from vprop.lab.data.idx import parse_idx
 from vprop.lab.environment import environment
+from vprop.plots import style
 
 LEVELS = (0.8, 0.9, 0.95)
 
@@ -46,6 +50,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     arguments = parser.parse_args()
     pictures = arguments.pictures
+    if pictures is not None and arguments.json.exists():
+        kept = json.loads(arguments.json.read_text())["active_learning"]
+        draw_active_learning(kept, pictures / "decisions" / "active-learning.png")
+        classification(0, pictures)
+        return
     result = {
         "command": "python benchmarks/decisions.py --json benchmarks/results/decisions.json --pictures docs",
         "environment": environment(),
@@ -138,26 +147,23 @@ def classification(seed: int, pictures: Path | None) -> dict[str, float]:
     return result
 
 
+@style.pictures()
 def _calibration_picture(predictions: dict[str, Any], y: Tensor, path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), sharey=True, layout="constrained")
     for axes, name, title in zip(panels, ("trained", "temperature"), ("as trained", "with a temperature"), strict=True):
         plots.reliability(metrics.calibration_curve(predictions[name].probs, y), axes=axes)
         error = metrics.expected_calibration_error(predictions[name].probs, y)
-        axes.set_title(f"{title}: calibration error {error:.3f}", fontsize=10)
-    _save(figure, path)
+        axes.set_title(title)
+        axes.text(0.96, 0.06, f"calibration error {error:.3f}", transform=axes.transAxes, ha="right")
+    style.save(figure, path)
 
 
+@style.pictures()
 def _decisions_picture(pairs: dict[str, Any], curves: dict[str, Any], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    plots.outliers(pairs, axes=left).set_title("MNIST told from Fashion-MNIST", fontsize=10)
-    plots.risk_coverage(curves, axes=right).set_title("Errors, if the least certain are refused", fontsize=10)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    plots.outliers(pairs, axes=left).set_title("MNIST told from Fashion-MNIST")
+    plots.risk_coverage(curves, axes=right).set_title("Errors, if the least certain are refused")
+    style.save(figure, path)
 
 
 # -- regression: noise and intervals ----------------------------------------------------------------------------------
@@ -223,21 +229,27 @@ def active_learning(seeds: range, pictures: Path | None, rounds: int = 8) -> dic
         }
         for name, each in runs.items()
     }
+    result = {"seeds": len(seeds), "labels": [20 + 10 * number for number in range(rounds + 1)], "ways": table}
     if pictures is not None:
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        counts = [20 + 10 * number for number in range(rounds + 1)]
-        for name, row in table.items():
-            style = {"color": "#555555", "linestyle": "--"} if name == "random" else {}
-            (line,) = axes.plot(counts, row["mean"], label=name, **style)
-            low, high = ([m + sign * s for m, s in zip(row["mean"], row["spread"], strict=True)] for sign in (-1, 1))
-            if name in ("random", "variation ratio"):
-                axes.fill_between(counts, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-        title = f"Digits: which ten to label next ({len(seeds)} seeds; bands: standard deviation)"
-        axes.set(xlabel="labels", ylabel="test accuracy")
-        axes.set_title(title, fontsize=10)
-        axes.legend(fontsize=8, loc="lower right")
-        _save(figure, pictures / "decisions" / "active-learning.png")
-    return {"seeds": len(seeds), "labels": [20 + 10 * number for number in range(rounds + 1)], "ways": table}
+        draw_active_learning(result, pictures / "decisions" / "active-learning.png")
+    return result
+
+
+@style.pictures()
+def draw_active_learning(result: dict[str, Any], path: Path) -> None:
+    """Accuracy against labels, one line for each way to choose."""
+    figure, axes = plt.subplots(figsize=(7.4, 4), layout="constrained")
+    for name, row in result["ways"].items():
+        look = {"color": style.BLACK, "linestyle": "--"} if name == "random" else {}
+        (line,) = axes.plot(result["labels"], row["mean"], label=name, **look)
+        low, high = ([m + sign * s for m, s in zip(row["mean"], row["spread"], strict=True)] for sign in (-1, 1))
+        if name in ("random", "variation ratio"):
+            axes.fill_between(result["labels"], low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    title = f"Digits: which ten to label next ({result['seeds']} seeds; bands: standard deviation)"
+    axes.set(xlabel="labels", ylabel="test accuracy", title=title)
+    axes.margins(x=0)
+    style.name_lines(axes)
+    style.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import vprop
+from vprop.plots import style
 
 STEPS, COUNT, PRIOR = 1000, 60, 1.0
 PAIRS: dict[str, Any] = {"mc_samples": 2, "antithetic": True, "betas": (0.0, 0.99), "num_data": COUNT}
@@ -61,6 +62,7 @@ def ellipse(mean: Tensor, covariance: Tensor) -> Tensor:
     return mean[:, None] + torch.linalg.cholesky(covariance) @ circle
 
 
+@style.pictures()
 def picture(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw it to ``--out``, and say how far each posterior is from the exact one, in nats."""
     import matplotlib
@@ -75,18 +77,18 @@ def picture(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "eigenbasis": trained(vprop.IVON, x, y, structure="eigenbasis", basis_every=5),
         "full": trained(vprop.Vprop, x, y, structure="full", centered=True),
     }
-    axes = pyplot.subplots(1, 3, figsize=(9, 3), sharex=True, sharey=True, layout="constrained")[1]
+    figure, axes = pyplot.subplots(1, 3, figsize=(9, 3), sharex=True, sharey=True, layout="constrained")
     normal, rows = torch.distributions.MultivariateNormal(mean, covariance), []
     for axis, (name, (own_mean, own)) in zip(axes, contenders.items(), strict=True):
         kl = float(torch.distributions.kl_divergence(torch.distributions.MultivariateNormal(own_mean, own), normal))
         rows.append({"structure": name, "kl": kl})
         for scale in (0.5, 1.0, 1.5):
-            axis.fill(*ellipse(mean, covariance * scale**2).numpy(), color="0.5", alpha=0.25, linewidth=0)
-        axis.plot(*ellipse(own_mean, own).numpy(), color="C3", linewidth=1.8)
+            axis.fill(*ellipse(mean, covariance * scale**2).numpy(), color=style.GREY, alpha=0.25, linewidth=0)
+        axis.plot(*ellipse(own_mean, own).numpy(), color=style.ORANGE)
         axis.set_title(f"{name}\nKL {kl:.3f} nats")
         axis.set_xlabel("first weight")
         print(rows[-1], flush=True)
     axes[0].set_ylabel("second weight")
     if arguments.out:
-        pyplot.savefig(Path(arguments.out), dpi=110)
+        style.save(figure, Path(arguments.out))
     return rows

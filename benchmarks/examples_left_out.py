@@ -196,7 +196,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Changes as said against changes after training again, one panel per method."""
     import matplotlib.pyplot as plt
 
-    from vprop.lab.plots import BLUE, GREY
+    from vprop.plots.style import BLUE, GREY, save
 
     figure, panels = plt.subplots(2, -(-len(results) // 2), figsize=(10, 5.4), layout="constrained")
     for axes in panels.flat[len(results) :]:
@@ -209,11 +209,15 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         axes.set_yscale("symlog", linthresh=1e-3)
         axes.set(xlim=(-1e-3, 20), ylim=(-1e-3, 20))
         ranks = entry["rank correlation, loss"]
-        axes.set_title(f"{entry['task']}, {entry['method']}\n({entry['structure']}): ranks {ranks:.2f}", fontsize=8)
+        axes.set_title(
+            f"{entry['task']}, {entry['method']}\n({entry['structure']}): ranks {ranks:.2f}",
+            fontsize=8,
+            fontweight="normal",
+        )
         axes.tick_params(labelsize=6)
     figure.supxlabel("change of an example's loss after training again without it", fontsize=9)
     figure.supylabel("as the posterior says", fontsize=9)
-    figure.savefig(path, dpi=130)
+    save(figure, path)
 
 
 if __name__ == "__main__":

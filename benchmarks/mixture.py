@@ -118,7 +118,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     """Each score of each seed, and the mean."""
     import matplotlib.pyplot as plt
 
-    from vprop.lab.plots import BLUE, ORANGE
+    from vprop.plots.style import BLUE, ORANGE, save
 
     figure, panels = plt.subplots(1, len(SCORES), figsize=(8, 2.6), layout="constrained")
     for axes, score in zip(panels, SCORES, strict=True):
@@ -127,8 +127,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
             axes.plot([place] * len(found[score]), found[score], "o", color=color, alpha=0.4, markersize=4)
             axes.plot(place, statistics.mean(found[score]), "_", color=color, markersize=18, markeredgewidth=2)
         axes.set_xticks(range(4), [name.replace(" ", "\n", 1) for name in results["scores"]], fontsize=7)
-        axes.set_title(score, fontsize=9)
-    figure.savefig(path, dpi=130)
+        axes.set_title(score)
+        axes.grid(axis="x", visible=False)
+    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import vprop
 from vprop import Posterior, Prediction, metrics
 from vprop.lab.environment import environment
+from vprop.plots import style
 
 OPTIMIZERS: dict[str, Callable[..., vprop.VariationalOptimizer]] = {
     "Vario": lambda params, num_data: vprop.Vario(params, num_data=num_data, batch_size=32),
@@ -51,8 +52,11 @@ def main() -> None:
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--picture", type=Path, help="with --json of a run that is there, of that run")
     arguments = parser.parse_args()
+    if arguments.picture and arguments.json and arguments.json.exists():
+        draw(json.loads(arguments.json.read_text())["regression"], arguments.picture)
+        return
     torch.set_num_threads(1)
     result = {
         "command": "python benchmarks/predictions.py",
@@ -157,6 +161,7 @@ def regression() -> dict[str, Any]:
     return {"x": x.flatten().tolist(), "y": y.flatten().tolist(), "grid": grid.flatten().tolist(), "bands": bands}
 
 
+@style.pictures()
 def draw(result: dict[str, Any], path: Path) -> None:
     """Three panels: the same posterior, asked in three ways."""
     import matplotlib
@@ -171,13 +176,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     }
     figure, panels = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True, layout="constrained")
     for axes, (name, band) in zip(panels, result["bands"].items(), strict=True):
-        axes.fill_between(result["grid"], band["low"], band["high"], color="#2166ac", alpha=0.25, linewidth=0)
-        axes.plot(result["grid"], band["mean"], color="#2166ac")
-        axes.plot(result["x"], result["y"], "o", color="black", markersize=3)
+        axes.fill_between(result["grid"], band["low"], band["high"], color=style.BLUE, alpha=0.25, linewidth=0)
+        axes.plot(result["grid"], band["mean"], color=style.BLUE)
+        axes.plot(result["x"], result["y"], "o", color=style.BLACK, markersize=3)
         axes.set(title=titles[name], xlabel="x", xlim=(-3, 3), ylim=(-3.5, 3.5))
     panels[0].set_ylabel("y, with 90 % of new observations")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    style.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -88,10 +88,10 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Mean accuracy against the share of weights that are left; one panel per scope."""
     import matplotlib.pyplot as plt
 
-    from vprop.lab.plots import BLUE, GREY, ORANGE
+    from vprop.plots.style import BLACK, BLUE, ORANGE, name_lines, save
 
-    colors = {"Vario": BLUE, "IVON": ORANGE, "AdamW": GREY}
-    figure, panels = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True, layout="constrained")
+    colors = {"Vario": BLUE, "IVON": ORANGE, "AdamW": BLACK}
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for axes, scope in zip(panels, ("global", "parameter"), strict=True):
         for entry in (row for row in results if row["scope"] == scope):
             style = "-" if entry["by"] == "signal_to_noise" else "--"
@@ -102,8 +102,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         axes.set(xscale="log", xlabel="share of the weights that are left", title=f"scope={scope!r}")
         axes.invert_xaxis()
     panels[0].set_ylabel("test accuracy at the mean")
-    panels[0].legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    name_lines(*panels)
+    save(figure, path)
 
 
 if __name__ == "__main__":

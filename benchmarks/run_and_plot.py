@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vprop.lab.environment import environment
+from vprop.plots import style
 
 
 def run_and_plot(
@@ -38,4 +39,5 @@ def run_and_plot(
             content = {"command": command, "environment": environment(), "results": found}
             arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.plot:
-        plot(found, arguments.plot)
+        with style.pictures():
+            plot(found, arguments.plot)

@@ -1,6 +1,6 @@
 """Active learning: which digits to label next, chosen by what the posterior does not know.
 
-    python examples/active_learning.py [--short]
+    python examples/active_learning.py [--short] [--plot FILE]
 
 Every round trains a network on the labels so far, and asks for ten more from a pool of 1,200 images.
 """
@@ -18,8 +18,9 @@ from vprop import acquisition, metrics
 
 parser = argparse.ArgumentParser(description="Active learning on digits.")
 parser.add_argument("--short", action="store_true", help="a few seconds, for a first look")
-short = parser.parse_args().short
-seeds, rounds = (range(3), 4) if short else (range(5), 8)
+parser.add_argument("--plot", help="write a picture to this file")
+arguments = parser.parse_args()
+seeds, rounds = (range(3), 4) if arguments.short else (range(5), 8)
 images, labels = load_digits(return_X_y=True)
 x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
 
@@ -54,7 +55,17 @@ ways = {
     "variation ratio": lambda p, seed: acquisition.top(acquisition.variation_ratio(p), 10, seed=seed),
 }
 print(f"accuracy with 20, 30, … labels, mean of {len(seeds)} seeds; at the end ± standard deviation over seeds")
+curves = {}
 for name, choose in ways.items():
     runs = [list(accuracies(choose, seed)) for seed in seeds]
-    means = [f"{mean(column):.3f}" for column in zip(*runs, strict=True)]
-    print(f"{name:19}", *means, f"± {stdev(run[-1] for run in runs):.3f}")
+    curves[name] = [mean(column) for column in zip(*runs, strict=True)]
+    print(f"{name:19}", *(f"{value:.3f}" for value in curves[name]), f"± {stdev(run[-1] for run in runs):.3f}")
+
+if arguments.plot:
+    from vprop.plots import style
+
+    with style.figure(arguments.plot, figsize=(7, 3.2)) as axes:
+        for name, curve in curves.items():
+            axes.plot(range(20, 21 + 10 * rounds, 10), curve, "o--" if name == "random" else "o-", label=name)
+        axes.set(xlabel="labels", ylabel="test accuracy")
+        style.name_lines(axes)

@@ -1,6 +1,6 @@
 """Calibration: a network that is too sure of itself, mended on held-out digits, and sets that hold the label.
 
-    python examples/calibrated_predictions.py [--short]
+    python examples/calibrated_predictions.py [--short] [--plot FILE]
 
 Three parts of the data: one trains, one is held out and calibrates, one judges.
 """
@@ -17,7 +17,9 @@ from vprop import calibration, metrics
 
 parser = argparse.ArgumentParser(description="Calibration on digits.")
 parser.add_argument("--short", action="store_true", help="fewer steps, for a first look")
-steps = 200 if parser.parse_args().short else 1000
+parser.add_argument("--plot", help="write a picture to this file")
+arguments = parser.parse_args()
+steps = 200 if arguments.short else 1000
 
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
@@ -38,12 +40,10 @@ by_variance = calibration.fit_variance_scale(posterior, x[held_out], y[held_out]
 print(by_temperature, by_variance, sep="\n")
 
 print("\non the test images         accuracy  log-loss  calibration error")
-for name, q in {
-    "as trained": posterior,
-    "with the temperature": by_temperature.posterior,
-    "with the variance scaled": by_variance.posterior,
-}.items():
-    probs = q.predict(x[test], num_samples=64).probs
+posteriors = {"as trained": posterior, "with the temperature": by_temperature.posterior}
+posteriors["with the variance scaled"] = by_variance.posterior
+predicted = {name: q.predict(x[test], num_samples=64).probs for name, q in posteriors.items()}
+for name, probs in predicted.items():
     error = metrics.expected_calibration_error(probs, y[test])
     print(f"{name:26} {metrics.accuracy(probs, y[test]):8.3f} {metrics.nll(probs, y[test]):9.3f} {error:18.3f}")
 
@@ -53,3 +53,10 @@ for level in (0.8, 0.9, 0.95):
     members = sets.predict(x[test])
     covered, size = members.gather(1, y[test][:, None]).double().mean(), members.sum(-1).double().mean()
     print(f"asked for {level:.2f}: {covered:.3f} of the test images, {size:.2f} digits in a set")
+
+if arguments.plot:
+    from vprop import plots
+
+    with plots.style.figure(arguments.plot, columns=3, figsize=(9, 3.2), sharey=True) as panels:
+        for axes, (name, probs) in zip(panels, predicted.items(), strict=True):
+            plots.reliability(metrics.calibration_curve(probs, y[test]), axes=axes).set_title(name)

@@ -1,6 +1,6 @@
 """Find wrong labels: which training examples would the model unlearn most if they were left out?
 
-    python examples/flipped_labels.py [--short]
+    python examples/flipped_labels.py [--short] [--plot FILE]
 
 One in twenty labels of the digits is replaced by a wrong one, and a network is trained on what is there. An example
 that only its own label speaks for has a large `loss_change`: without it the model would say something else. Nothing is
@@ -20,7 +20,7 @@ from vprop import metrics
 
 parser = argparse.ArgumentParser(description="Wrong labels among the digits, found by sensitivity.")
 parser.add_argument("--short", action="store_true", help="a few seconds, for a first look")
-parser.add_argument("--picture", help="write the images that are found to this file")
+parser.add_argument("--plot", help="write the images that are found to this file")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
@@ -48,12 +48,12 @@ for name in ("loss_change", "weight_change", "loss"):
     scores = getattr(result, name)
     print(f"AUROC of {name:13} {metrics.auroc(scores[~flipped], scores[flipped]):.4f}")
 
-if arguments.picture:
-    import matplotlib.pyplot as plt
+if arguments.plot:
+    from vprop.plots import style
 
-    figure, panels = plt.subplots(2, 8, figsize=(8, 2.6), layout="constrained")
-    for axes, i in zip(panels.flat, suspects.tolist(), strict=False):
-        axes.imshow(1 - x[i].view(8, 8), cmap="gray")
-        axes.set_title(f"labelled {int(y[i])}, is {int(truth[i])}", fontsize=7, color="red" if flipped[i] else "black")
-        axes.axis("off")
-    figure.savefig(arguments.picture, dpi=130)
+    with style.figure(arguments.plot, rows=2, columns=8, figsize=(9, 2.8)) as panels:
+        for axes, i in zip(panels.flat, suspects.tolist(), strict=False):
+            axes.imshow(1 - x[i].view(8, 8), cmap="gray")
+            color = style.ORANGE if flipped[i] else style.INK
+            axes.set_title(f"labelled {int(y[i])}, is {int(truth[i])}", fontsize=7, color=color)
+            axes.axis("off")

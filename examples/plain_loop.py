@@ -1,6 +1,6 @@
 """A plain training loop: digits, a small network, and predictions that know how sure they are.
 
-    python examples/plain_loop.py [--short]
+    python examples/plain_loop.py [--short] [--plot FILE]
 
 What differs from training with Adam is marked with `# Adam:` (the line it replaces) or `# new`.
 """
@@ -19,17 +19,18 @@ from vprop import metrics
 
 parser = argparse.ArgumentParser(description="Digits with Vprop, in a plain training loop.")
 parser.add_argument("--short", action="store_true", help="a few seconds, for a first look")
-epochs = 8 if parser.parse_args().short else 40
+parser.add_argument("--plot", help="write a picture to this file")
+arguments = parser.parse_args()
+epochs = 8 if arguments.short else 40
 
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 parts = train_test_split(images.astype("float32") / 16, labels, test_size=0.5, random_state=0, stratify=labels)
 x_train, x_test, y_train, y_test = map(torch.tensor, parts)
-train_set = TensorDataset(x_train, y_train)
-loader = DataLoader(train_set, batch_size=32, shuffle=True)
+loader = DataLoader(TensorDataset(x_train, y_train), batch_size=32, shuffle=True)
 
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-optimizer = vprop.Vprop(model.parameters(), lr=0.3, num_data=len(train_set))  # Adam: torch.optim.Adam(...)
+optimizer = vprop.Vprop(model.parameters(), lr=0.3, num_data=len(x_train))  # Adam: torch.optim.Adam(...)
 optimizer.attach(model)  # new: forwards in training mode see weights that are drawn from the posterior
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * len(loader))
 
@@ -60,11 +61,20 @@ print(f"ELBO              {elbo.value:.0f} nats: fit {elbo.expected_log_likeliho
 
 print("\nHow uncertain is it (entropy in nats; of ten equally likely classes it is 2.303)?")
 wrong = prediction.probs.argmax(-1) != y_test
-for what, entropy in {
+entropies = {
     "digits it gets right": prediction.entropy[~wrong],
     "digits it gets wrong": prediction.entropy[wrong],
     "images of pure noise": noise.entropy,
-}.items():
-    print(f"  {what}  {entropy.mean():.3f}")
-known = metrics.auroc(prediction.entropy, noise.entropy)
-print(f"noise is told from digits by entropy with an AUROC of {known:.3f} (0.5 is chance)")
+}
+print(*(f"  {what}  {entropy.mean():.3f}" for what, entropy in entropies.items()), sep="\n")
+auroc = metrics.auroc(prediction.entropy, noise.entropy)
+print(f"noise is told from digits by entropy with an AUROC of {auroc:.3f} (0.5 is chance)")
+
+if arguments.plot:
+    from vprop.plots import style
+
+    with style.figure(arguments.plot, figsize=(7, 3.2)) as axes:
+        for what, entropy in entropies.items():
+            axes.plot(entropy.sort().values, torch.linspace(0, 1, len(entropy)), label=what)
+        axes.set(xlabel="entropy of the prediction, nats", ylabel="share with less")
+        axes.legend(loc="lower right")

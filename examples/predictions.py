@@ -1,6 +1,6 @@
 """Ask a posterior: from a loader, without samples, from the last layer alone, and with intervals.
 
-python examples/predictions.py [--short]
+python examples/predictions.py [--short] [--plot FILE]
 """
 
 import argparse
@@ -17,7 +17,9 @@ from vprop import metrics
 
 parser = argparse.ArgumentParser(description="Ways to predict from one posterior.")
 parser.add_argument("--short", action="store_true", help="a few seconds, for a first look")
-epochs = 8 if parser.parse_args().short else 40
+parser.add_argument("--plot", help="write a picture to this file")
+arguments = parser.parse_args()
+epochs = 8 if arguments.short else 40
 
 
 def trained(model, loss_fn, data, **arguments):
@@ -58,3 +60,14 @@ regression = trained(nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 1
 low, high = regression.predict(x[300:]).interval(0.9)  # NumPy in, tensors out
 inside = (low[:, 0].numpy() <= y[300:]) & (y[300:] <= high[:, 0].numpy())
 print(f"intervals for 90 % hold {inside.mean():.2f} of the rows that nobody trained on")
+
+if arguments.plot:
+    from vprop.plots import style
+
+    order = ((low + high)[:, 0]).argsort().numpy()
+    with style.figure(arguments.plot, figsize=(8, 3.2)) as axes:
+        axes.vlines(range(len(order)), low[order, 0], high[order, 0], color=style.SKY, linewidth=2)
+        colors = [style.BLACK if held else style.ORANGE for held in inside[order]]
+        axes.scatter(range(len(order)), y[300:][order], s=9, color=colors, zorder=2)
+        axes.set(xlabel="patients, by their prediction", ylabel="progress, in standard deviations")
+        axes.set_title(f"90 % intervals and what came; orange: outside ({1 - inside.mean():.0%})")

@@ -131,8 +131,11 @@ SCRIPTS = sorted({command[0] for command, _ in CASES})
 
 
 @pytest.mark.parametrize(("command", "check"), CASES, ids=[" ".join(command) for command, _ in CASES])
-def test_runs(command, check):
-    check(output_of(*command))
+def test_runs(command, check, tmp_path):
+    picture = tmp_path / "picture.png"
+    draws = "--plot" in (EXAMPLES / command[0]).read_text()
+    check(output_of(*command, *(["--plot", str(picture)] if draws else [])))
+    assert picture.exists() == draws
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

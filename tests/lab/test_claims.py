@@ -68,11 +68,24 @@ def test_one_figure(name, changes, expected):
 
 
 def test_two_figures_that_disagree():
-    other = panel(vprop_2=method("vprop-2", elbo=-150.0))
+    other = panel(vprop_2=method("vprop-2", elbo=-150.0)) | {"title": "network"}
     claim = verdict("close-to-cvi", {"logreg": {"panels": [panel()]}, "mlp": {"panels": [other]}})
     assert claim["verdict"] == "holds in part"
-    assert claim["measured"] == "It is so in 1 of 2 comparisons."
+    assert claim["share"] == "1 of 2 comparisons"
+    assert claim["measured"] == "It holds for: toy, full batch. Elsewhere their ELBOs end 50 nats apart."
     assert [check["holds"] for check in claim["checks"]] == [True, False]
+
+
+def test_words_for_one_figure_and_for_none():
+    one = verdict("close-to-cvi", {"logreg": {"panels": [panel(vprop_2=method("vprop-2", elbo=-150.0))]}})
+    assert one["share"] == "0 of 1 comparison"
+    assert one["measured"].startswith("toy, full batch: ELBO -150.0")
+    both = [panel(vprop_2=method("vprop-2", elbo=-150.0)) | {"title": title} for title in ("here", "there")]
+    none = verdict("close-to-cvi", {"logreg": {"panels": both}})
+    assert none["share"] == "none of 2 comparisons"
+    assert none["measured"] == "Everywhere their ELBOs end 50 nats apart."
+    slow = verdict("fast-as-bbvi", {"logreg": {"panels": [panel(bbvi=method("bbvi", curve=[-100.0] * 3))]}})
+    assert slow["measured"] == "Of the others 3 get there later, and 1 not within the run."
 
 
 def test_overfitting_needs_both_sides():

@@ -15,6 +15,7 @@ def test_demo_writes_what_it_says(tmp_path):
     result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / "new" / "folder")])
     assert result.exit_code == 0, result.output
     assert "log-loss" in result.output
+    assert "What the posterior gained:" in result.output
     folder = tmp_path / "new" / "folder"
     written = json.loads((folder / "demo.json").read_text())
     assert written["environment"]["torch"] == torch.__version__

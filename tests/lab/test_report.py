@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from html.parser import HTMLParser
 
 import pytest
 
-from vprop.lab.report import ReportError, page, ranges, write_report
+from vprop.lab.report import ReportError, curves, page, ranges, write_report
 from vprop.lab.report.schema import without_infinities
 from vprop.lab.report.style import Styles
 
@@ -73,6 +74,19 @@ def header(name, title):
     return common | {"environment": dict(ENVIRONMENT), "settings": settings}
 
 
+def demo():
+    """What `vprop demo` writes, in miniature."""
+    diagram = {"confidence": [0.5, 0.9], "accuracy": [0.4, 0.9], "share": [0.2, 0.8]}
+    scores = {"accuracy": 0.9, "log_loss": 0.2, "expected_calibration_error": 0.02, "mean_confidence_on_noise": 0.8}
+    scores["reliability"] = diagram
+    grid = [-1.0, 0.0, 1.0]
+    regression = {"grid": grid, "mean": grid, "truth": grid, "x": [0.0], "y": [0.0], "networks": 1}
+    return {
+        "regression": regression | {"epistemic_std": [1.0, 0.1, 1.0], "total_std": [1.1, 0.2, 1.1]},
+        "digits": {"test": 10, "splits": 1, "methods": {"Adam": scores, "Vario": scores | {"log_loss": 0.1}}},
+    }
+
+
 def make_results():
     lines = [
         {"label": "exact VI, diagonal", "metric": "elbo", "value": EXACT},
@@ -108,10 +122,26 @@ def make_results():
                 {"label": "Vprop-2, centred", "bytes_per_parameter": 8.0, "tensors": tensors, "group": "ours"},
             ]
         },
+        "demo": demo(),
         "claims": {
             "claims": [
-                {"id": "1", "sentence": NASTY, "verdict": "holds", "measured": "a < b & c", "rule": 'gap < "5"'},
-                {"id": "2", "sentence": "It is fast.", "verdict": "not measured", "measured": "", "rule": ""},
+                {
+                    "id": "1",
+                    "sentence": NASTY,
+                    "verdict": "holds in part",
+                    "share": "1 of 2 comparisons",
+                    "measured": "a < b & c",
+                    "rule": 'gap < "5"',
+                    "checks": [{"text": "here", "holds": True}, {"text": "there", "holds": False}],
+                },
+                {
+                    "id": "2",
+                    "sentence": "It is fast.",
+                    "verdict": "not measured",
+                    "share": "not measured",
+                    "measured": "",
+                    "rule": "",
+                },
             ]
         },
     }
@@ -129,8 +159,8 @@ def written(tmp_path_factory):
 
 
 def rendered(results):
-    """The page alone, without plotly and static figures."""
-    return page.render(without_infinities(results), Styles(results), plotly_js="")
+    """The page alone, without static figures."""
+    return page.render(without_infinities(results), Styles(results), pictures={})
 
 
 class Elements(HTMLParser):
@@ -168,7 +198,8 @@ def test_nothing_is_loaded_from_a_network(written):
     elements = Elements(written.read_text())
     for tag, attrs in elements.tags:
         for key in ("src", "href", "srcset", "data", "action", "poster"):
-            assert "//" not in (attrs.get(key) or ""), (tag, attrs)
+            value = attrs.get(key) or ""
+            assert value.startswith("data:") or "//" not in value, (tag, attrs)
     # the browser is told to refuse, whatever a script may try
     assert any("default-src 'none'" in (attrs.get("content") or "") for tag, attrs in elements.tags if tag == "meta")
 
@@ -176,7 +207,7 @@ def test_nothing_is_loaded_from_a_network(written):
 def test_the_same_results_give_the_same_files(written, tmp_path):
     again = write_report(make_results(), tmp_path)
     files = sorted(path.relative_to(again.parent) for path in again.parent.rglob("*.*"))
-    assert len(files) == 1 + 2 * 4
+    assert len(files) == 1 + 2 * 4 + 2  # the page, four figures as PNG and PDF, and the demo's two
     for file in files:
         assert (again.parent / file).read_bytes() == (written.parent / file).read_bytes(), file
 
@@ -188,7 +219,32 @@ def test_text_is_escaped(results):
     elements = Elements(html)
     assert elements.text.count(NASTY) > 3
     assert 'gap < "5"' in elements.text
-    assert [tag for tag, _ in elements.tags].count("script") == 3
+    assert [tag for tag, _ in elements.tags].count("script") == 2
+
+
+def test_the_page_is_small_and_holds_its_pictures(written):
+    """It weighed 4.9 MB with a library for its figures; four of the figures inside are pictures."""
+    html = written.read_text()
+    assert len(html.encode()) < 400_000
+    assert html.count("data:image/png;base64,") == 4
+    assert 'src="figures/' not in html.replace("<noscript>", "\0<noscript>").split("\0")[0]
+
+
+def test_the_claims_and_the_demo_in_words(results):
+    words = Elements(rendered(results)).text
+    for part in ("1 of 2 comparisons", "not measured", "Better probabilities: log-loss 0.100 instead of 0.200", "1 is"):
+        assert part in words, part
+
+
+def test_a_figure_with_many_methods_has_a_second_one(results, tmp_path):
+    names = ["cvi-10", "vprop-0", "vprop-1"]
+    panel = results["logreg"]["panels"][0]
+    panel["methods"] += [method(name, name, "paper", 1.0) for name in names]
+    shown = curves.figure(panel, Styles(results))["methods"]
+    assert [one["name"] for one in shown if one["visible"]] == ["rmsprop", "bbvi", *names[1:], "vprop-2", names[0]]
+    written = write_report({"logreg": results["logreg"] | {"panels": [panel]}}, tmp_path)
+    assert {path.stem for path in written.parent.rglob("*.png")} == {PANELS[0], f"{PANELS[0]}-all"}
+    assert f'href="figures/{PANELS[0]}-all.png"' in written.read_text()
 
 
 @pytest.mark.parametrize("names", [["logreg"], ["explore"], ["memory"], ["claims"], ["memory", "claims"]])
@@ -242,6 +298,7 @@ def put(value, *path):
         (drop("logreg", "panels", 0, "methods", 2, "passes"), r"'logreg' .*KeyError: 'passes'"),
         (drop("explore", "surface", "y"), r"^Result 'explore' .*KeyError: 'y'"),
         (drop("memory", "rows", 1, "tensors"), r"^Result 'memory' .*KeyError: 'tensors'"),
+        (drop("demo", "digits"), r"^Result 'demo' .*KeyError: 'digits'.* `vprop demo` again"),
         (put("three", "memory", "rows", 0, "bytes_per_parameter"), r"^Result 'memory' .*TypeError"),
         (put("mine", "logreg", "panels", 0, "methods", 0, "group"), r"^Result 'logreg' .*KeyError: 'mine'"),
     ],
@@ -345,63 +402,106 @@ def press(driver, figure, key, value):
     driver.find_element("css selector", f"#panel-{figure} button[data-key='{key}'][data-value='{value}']").click()
 
 
-def line(driver, figure, name, metric, part):
-    found = f"gd.data.find(t => t.meta.method === '{name}' && t.meta.metric === '{metric}' && t.meta.role === 'line')"
-    return ask(driver, figure, f"{found}.{part}")
+def line(driver, figure, name, metric, part="y"):
+    """One number of each point of a curve, as it is shown."""
+    series = f"gd.drawn.{metric}.series.find(one => one.method === '{name}')"
+    return ask(driver, figure, f"{series}.points.map(point => point && point.{part})")
 
 
-def visibility(driver, figure, name):
-    return ask(driver, figure, f"gd.data.filter(t => t.meta.method === '{name}').map(t => t.visible)")
+def drawn(driver, figure, metric):
+    """The methods with a line in a chart."""
+    lines = f"gd.querySelectorAll('[data-metric={metric}] .series:has(> .line)')"
+    return ask(driver, figure, f"[...{lines}].map(one => one.dataset.method)")
+
+
+def pixels(driver, figure, metric, name, role):
+    """The corners of a path, in data: what is drawn, read back through the axes."""
+    path = ask(
+        driver,
+        figure,
+        f"gd.querySelector('[data-metric={metric}] [data-method=\"{name}\"] .{role}').attributes.d.value",
+    )
+    corners = [[float(part) for part in corner.split(",")] for corner in path.strip("MZ").split("L")]
+    back = f"arguments[0].map(([x, y]) => [gd.drawn.{metric}.x.back(x), gd.drawn.{metric}.y.back(y)])"
+    script = f"const gd = document.querySelector('[data-figure=\"{figure}\"]'); return {back};"
+    return driver.execute_script(script, corners)
 
 
 def test_every_figure_has_its_curves_and_nothing_is_fetched(shown):
+    opening = [name for name in CURVES if name != "vogn"]  # an extra
     for figure in PANELS:
-        traces = ask(shown, figure, "gd.data.map(t => [t.meta.method, t.meta.metric, t.meta.role])")
-        metrics = {name: ("log_loss",) if name == "rmsprop" else ("elbo", "log_loss") for name in CURVES}
-        assert traces == [[n, metric, role] for n in CURVES for metric in metrics[n] for role in ("band", "line")]
-        assert ask(shown, figure, "gd.querySelectorAll('.legend .traces').length") == len(CURVES)
-        assert ask(shown, figure, "gd.querySelectorAll('.js-line').length") > 0
-    images = "return [...document.querySelectorAll('.panel > img')].map(image => image.naturalWidth > 0)"
-    assert shown.execute_script(images) == [True, True]  # the static figures of explore and memory
+        assert drawn(shown, figure, "elbo") == [name for name in opening if name != "rmsprop"]  # which has no ELBO
+        assert drawn(shown, figure, "log_loss") == opening
+        names = ask(
+            shown, figure, "[...gd.querySelectorAll('[data-metric=log_loss] .name text')].map(t => t.textContent)"
+        )
+        assert sorted(names) == ["BBVI", "RMSprop", "Vprop-2", "Vprop-2, centred (ours)"]  # at the lines
+    images = "return [...document.querySelectorAll('.panel img')].map(image => image.naturalWidth > 0)"
+    assert shown.execute_script(images) == [True] * 4  # the demo's, explore and memory
     fetched = shown.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert [name for name in fetched if not name.startswith(("file:", "data:", "blob:"))] == []
+    assert [name for name in fetched if not name.startswith(("data:", "blob:"))] == []
 
 
 def test_how_a_panel_opens(shown):
     figure = PANELS[0]
-    names = ask(shown, figure, "[...gd.querySelectorAll('.legend .traces')].map(item => item.textContent)")
-    assert names == ["RMSprop", "BBVI", "Vprop-2", "Vprop-2, centred (ours)", "VOGN <b>&</b>"]
-    assert set(visibility(shown, figure, "vogn")) == {"legendonly"}
-    assert set(visibility(shown, figure, "vprop-2")) == {True}
-    assert line(shown, figure, "bbvi", "elbo", "y")[-2:] == [None, None]
-    low, high = ask(shown, figure, "gd.layout.yaxis.range")
+    items = "[...gd.querySelectorAll('.legend button')].map(item => [item.textContent, item.ariaPressed])"
+    names = ["RMSprop", "BBVI", "Vprop-2", "Vprop-2, centred (ours)"]
+    assert ask(shown, figure, items) == [*([name, "true"] for name in names), ["VOGN <b>&</b>", "false"]]
+    assert line(shown, figure, "bbvi", "elbo")[-2:] == [None, None]
+    assert ask(shown, figure, "gd.querySelectorAll('[data-metric=elbo] [data-method=bbvi] .cross').length") == 1
+    low, high = ask(shown, figure, "gd.drawn.elbo.y.domain")
     assert -1500 < low < -700
     assert EXACT < high < -500
-    shapes = ask(shown, figure, "gd.layout.shapes.map(s => [s.yref, s.y0, s.line.dash, s.label.text])")
-    assert shapes == [["y", EXACT, "dash", "exact VI, diagonal"], ["y2", 0.29, "dash", "exact VI, diagonal"]]
+    levels = "[...gd.querySelectorAll('.level-name')].map(text => text.textContent)"
+    assert ask(shown, figure, levels) == ["exact VI, diagonal"] * 2
+    at = ask(
+        shown, figure, "gd.drawn.elbo.y.back(Number(gd.querySelector('[data-metric=elbo] .level').attributes.y1.value))"
+    )
+    assert at == pytest.approx(EXACT)
     assert ask(shown, PANELS[1], "gd.closest('.panel').querySelectorAll('[data-key=y]').length") == 0  # no exact line
 
 
-def test_the_legend_hides_a_method_in_both_plots(shown):
-    from selenium.webdriver.common.by import By
+def test_the_legend_hides_a_method_in_both_charts(shown):
+    from selenium.webdriver.common.action_chains import ActionChains
 
     figure = PANELS[0]
-    plot = shown.find_element("css selector", f"[data-figure='{figure}']")
-    shown.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
-    for item in plot.find_elements(By.CSS_SELECTOR, ".legend .traces"):
-        if item.text == "Vprop-2":
-            item.find_element(By.CSS_SELECTOR, ".legendtoggle").click()
-    hidden = "return arguments[0].data.find(t => t.meta.method === 'vprop-2').visible === 'legendonly'"
-    wait(shown, hidden, plot)
-    assert visibility(shown, figure, "vprop-2") == ["legendonly"] * 4  # line and band, left and right
-    assert visibility(shown, figure, "vprop-2-centered") == [True] * 4
+    button = f"[data-figure='{figure}'] .legend [data-method='{{}}']"
+    shown.find_element("css selector", button.format("vprop-2")).click()
+    assert "vprop-2" not in drawn(shown, figure, "elbo") + drawn(shown, figure, "log_loss")
     press(shown, figure, "x", "linear")  # and it stays hidden
-    assert visibility(shown, figure, "vprop-2") == ["legendonly"] * 4
+    assert "vprop-2" not in drawn(shown, figure, "elbo")
+    assert "vprop-2-centered" in drawn(shown, figure, "elbo")
+    shown.find_element("css selector", button.format("vogn")).click()
+    assert "vogn" in drawn(shown, figure, "elbo")
+    ActionChains(shown).double_click(shown.find_element("css selector", button.format("bbvi"))).perform()
+    assert drawn(shown, figure, "log_loss") == ["bbvi"]
+
+
+def test_the_pointer_tells_and_zooms(shown):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    figure = PANELS[0]
+    svg = shown.find_element("css selector", f"[data-figure='{figure}'] [data-metric=elbo]")
+    shown.execute_script("arguments[0].scrollIntoView({block: 'center'})", svg)
+    at = ask(shown, figure, "(p => [p.px, p.py])(gd.drawn.elbo.drawn.find(d => d.one.method === 'vprop-2').points[3])")
+    middle = svg.size["width"] / 2, svg.size["height"] / 2
+    ActionChains(shown).move_to_element_with_offset(svg, round(at[0] - middle[0]), round(at[1] - middle[1])).perform()
+    tip = ask(shown, figure, "gd.tip.hidden ? '' : gd.tip.textContent")
+    assert tip.startswith("Vprop-2")
+    assert "10 passes" in tip
+    assert "± 3" in tip
+    before = ask(shown, figure, "gd.drawn.log_loss.x.domain")
+    ActionChains(shown).click_and_hold().move_by_offset(60, -40).release().perform()
+    (low, high), other = (ask(shown, figure, f"gd.drawn.{metric}.x.domain") for metric in ("elbo", "log_loss"))
+    assert before[0] < low < high < before[1]
+    assert other == [low, high]  # passes go together
+    ActionChains(shown).double_click(svg).perform()
+    assert ask(shown, figure, "gd.drawn.elbo.x.domain") == before
 
 
 def test_the_buttons(shown):
     figure = PANELS[0]
-    axes = "[gd._fullLayout.xaxis.type, gd._fullLayout.xaxis2.type, gd._fullLayout.yaxis.type]"
+    axes = "[gd.drawn.elbo.x.type, gd.drawn.log_loss.x.type, gd.drawn.elbo.y.type]"
     assert ask(shown, figure, axes) == ["log", "log", "linear"]
     press(shown, figure, "x", "linear")
     assert ask(shown, figure, axes) == ["linear", "linear", "linear"]
@@ -409,49 +509,58 @@ def test_the_buttons(shown):
     assert line(shown, figure, "vprop-2", "log_loss", "x") == PASSES
     press(shown, figure, "passes", "paper")
     assert line(shown, figure, "vprop-2", "log_loss", "x") == [passes / 2 for passes in PASSES]
-    assert "as in the paper" in ask(shown, figure, "gd.layout.xaxis.title.text")
+    assert "as in the paper" in ask(shown, figure, "gd.querySelector('.axis-title').textContent")
     press(shown, figure, "passes", "fair")
     assert line(shown, figure, "vprop-2", "elbo", "x") == PASSES
 
-    before, log_loss = (line(shown, figure, "vprop-2", metric, "y") for metric in ("elbo", "log_loss"))
+    before, log_loss = (line(shown, figure, "vprop-2", metric) for metric in ("elbo", "log_loss"))
     press(shown, figure, "y", "distance-0")
     assert ask(shown, figure, axes) == ["linear", "linear", "log"]
-    assert line(shown, figure, "vprop-2", "elbo", "y") == pytest.approx([EXACT - value for value in before])
-    assert line(shown, figure, "vprop-2", "log_loss", "y") == log_loss
-    low, high = ask(shown, figure, "gd.layout.yaxis.range")
-    assert low < math.log10(2.0) < math.log10(530) < high
+    assert line(shown, figure, "vprop-2", "elbo") == pytest.approx([EXACT - value for value in before])
+    assert line(shown, figure, "vprop-2", "log_loss") == log_loss
+    low, high = ask(shown, figure, "gd.drawn.elbo.y.domain")
+    assert low < 2.0 < 530 < high
     press(shown, figure, "y", "elbo")
-    assert line(shown, figure, "vprop-2", "elbo", "y") == before
-    pressed = shown.find_elements("css selector", f"#panel-{figure} button[aria-pressed='true']")
+    assert line(shown, figure, "vprop-2", "elbo") == before
+    pressed = shown.find_elements("css selector", f"#panel-{figure} .controls button[aria-pressed='true']")
     assert [button.text for button in pressed] == ["fair", "linear", "ELBO"]
 
 
-def test_a_band_is_one_standard_deviation_and_keeps_gaps(shown):
-    find = "gd.data.find(t => t.meta.method === '{}' && t.meta.metric === 'elbo' && t.meta.role === 'band')"
-    band, x = (ask(shown, PANELS[0], find.format("vprop-2") + part) for part in (".y", ".x"))
-    mean = line(shown, PANELS[0], "vprop-2", "elbo", "y")[1:]  # a log axis has no place for zero passes
-    assert x == PASSES[1:] + PASSES[:0:-1]
-    assert band == pytest.approx([value + 3 for value in mean] + [value - 3 for value in mean[::-1]])
-    assert len(ask(shown, PANELS[0], find.format("bbvi") + ".x")) == 2 * 5
+def test_what_is_drawn_is_what_was_measured(shown):
+    mean = line(shown, PANELS[0], "vprop-2", "elbo")[1:]  # a log axis has no place for zero passes
+    corners = pixels(shown, PANELS[0], "elbo", "vprop-2", "line")
+    assert [x for x, _ in corners] == pytest.approx(PASSES[1:], rel=0.01)
+    assert [y for _, y in corners] == pytest.approx(mean, abs=1.0)
+    band = [y for _, y in pixels(shown, PANELS[0], "elbo", "vprop-2", "band")]  # one standard deviation, there and back
+    assert band == pytest.approx([value + 3 for value in mean] + [value - 3 for value in mean[::-1]], abs=1.0)
+    assert len(pixels(shown, PANELS[0], "elbo", "bbvi", "band")) == 2 * 5  # up to where it diverged
 
 
-def test_a_narrow_screen(shown):
+def test_a_narrow_screen_and_a_dark_one(shown):
+    ground = "return getComputedStyle(document.body).backgroundColor"
     try:
-        wide = ask(shown, PANELS[0], "gd._fullLayout.xaxis.domain")
+        light, wide = shown.execute_script(ground), ask(shown, PANELS[0], "gd.classList.contains('narrow')")
         shown.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
             {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False},
         )
-        wait(shown, "return document.querySelector('.plot')._fullLayout.width < 420")
+        dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+        shown.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
+        wait(shown, "return document.querySelector('.plot').classList.contains('narrow')")
+        assert not wide
+        assert sum(brightness(light)) > 3 * 200 > 3 * 60 > sum(brightness(shown.execute_script(ground)))
         shown.execute_script("document.querySelectorAll('details').forEach(part => { part.open = true; })")
-        width, visible = shown.execute_script(
-            "const root = document.documentElement; return [root.scrollWidth, root.clientWidth];"
-        )
+        sizes = "const root = document.documentElement; return [root.scrollWidth, root.clientWidth];"
+        width, visible = shown.execute_script(sizes)
         assert visible <= 420
         assert width <= visible
-        assert wide[1] < 0.5
-        assert ask(shown, PANELS[0], "gd._fullLayout.xaxis.domain") == [0, 1]  # one above the other
-        inside = "gd.clientHeight >= gd.querySelector('.svg-container').getBoundingClientRect().height"
-        assert all(ask(shown, figure, inside) for figure in PANELS)
+        inside = "return [...document.querySelectorAll('.scroll')].every(part => part.scrollWidth <= part.clientWidth)"
+        assert shown.execute_script(inside)  # no table has to be scrolled sideways
     finally:
         shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        shown.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def brightness(color):
+    """The three numbers of rgb(…)."""
+    return [int(part) for part in re.findall(r"\d+", color)[:3]]

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from vprop.lab.cli import app
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["--short", "--gradients", "20", "--seeds", "1", "--workers", "1"]
 
 
@@ -63,10 +64,24 @@ def test_drawing_again_does_not_train(finished, tmp_path):
     shutil.copytree(finished[0], out)
     shutil.rmtree(out / "runs")
     shutil.rmtree(out / "report")
-    result = vprop("reproduce", "report", "--out", out)
+    shutil.copy(ROOT / "docs" / "demo" / "demo.json", out)  # as if the demo had been run into the folder
+    (tmp_path / "page.md").write_text(
+        "<!-- claims: all -->\nold\n<!-- end -->\n![figure](logreg-breast_cancer-full.png)\n"
+    )
+    result = vprop("reproduce", "report", "--out", out, "--page", tmp_path / "page.md")
     assert result.exit_code == 0, result.output
-    assert (out / "report" / "index.html").exists()
+    assert 'id="demo"' in (out / "report" / "index.html").read_text()
     assert not (out / "runs").exists()
+    page = (tmp_path / "page.md").read_text()
+    assert "yesterday" not in page
+    assert "| RMSprop does well in log-loss on logistic regression. | " in page
+    assert (tmp_path / "logreg-breast_cancer-full.png").exists()
+
+
+def test_a_page_that_is_not_there(finished, tmp_path):
+    result = vprop("reproduce", "report", "--out", finished[0], "--page", tmp_path / "none.md")
+    assert result.exit_code == 1
+    assert "Cannot read the page" in result.output
 
 
 def test_what_needs_no_data_looks_for_none(tmp_path, nowhere):

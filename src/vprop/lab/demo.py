@@ -26,6 +26,7 @@ from vprop import Objective, VariationalOptimizer, Vario, metrics
 from vprop.files import write_text
 from vprop.lab import plots
 from vprop.lab.environment import environment
+from vprop.lab.gains import gains
 
 NOISE_STD = 0.15
 
@@ -193,4 +194,16 @@ def _summarise(console: Console, result: dict[str, Any], files: list[Path]) -> N
     for label, key, direction in rows:
         table.add_row(label, *(f"{method[key]:.3f}" for method in methods.values()), direction)
     console.print(table)
+    _tell_gains(console, result)
     console.print("Written: " + ", ".join(str(file) for file in files), soft_wrap=True)
+
+
+def _tell_gains(console: Console, result: dict[str, Any]) -> None:
+    """What all of this was good for, in words."""
+    found, last = gains(result)
+    console.print("\nWhat the posterior gained:", style="bold")
+    for gain in found:
+        line = Table.grid(padding=(0, 1))
+        line.add_row(f" {gain.mark}", gain.words)
+        console.print(line, highlight=False)
+    console.print(f"{last}\n", highlight=False)

@@ -10,23 +10,27 @@ import matplotlib
 matplotlib.use("Agg")  # no window, no display needed
 import matplotlib.pyplot as plt
 
-BLUE, ORANGE, GREY = "#2166ac", "#d6604d", "#555555"
+from vprop.plots import style
+from vprop.plots.style import BLACK, BLUE, GREY, ORANGE, save
+
+__all__ = ["BLUE", "GREY", "ORANGE", "calibration", "plt", "regression_band", "save"]
 
 
+@style.pictures()
 def regression_band(result: dict[str, Any], path: Path) -> Path:
     """Mean, epistemic and total two-sigma bands of a one-dimensional regression."""
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    grid, mean = result["grid"], result["mean"]
+    grid, mean, bands = result["grid"], result["mean"], []
     for key, alpha, label in [
         ("total_std", 0.18, "±2σ of a new observation"),
         ("epistemic_std", 0.35, "±2σ of the function (epistemic)"),
     ]:
         low = [m - 2 * s for m, s in zip(mean, result[key], strict=True)]
         high = [m + 2 * s for m, s in zip(mean, result[key], strict=True)]
-        axes.fill_between(grid, low, high, color=BLUE, alpha=alpha, linewidth=0, label=label)
-    axes.plot(grid, mean, color=BLUE, label="posterior mean")
+        bands.append(axes.fill_between(grid, low, high, color=BLUE, alpha=alpha, linewidth=0, label=label))
+    axes.plot(grid, mean, color=BLUE, label="mean")
     axes.plot(grid, result["truth"], color=GREY, linestyle="--", linewidth=1, label="truth")
-    axes.plot(result["x"], result["y"], "o", color="black", markersize=3, label="data")
+    axes.plot(result["x"], result["y"], "o", color=BLACK, markersize=3, label="_data")
     axes.set(
         xlim=(grid[0], grid[-1]),
         ylim=(-3, 3),
@@ -34,10 +38,12 @@ def regression_band(result: dict[str, Any], path: Path) -> Path:
         ylabel="y",
         title=f"{result['networks']} ReLU networks trained by Vario: error bars",
     )
-    axes.legend(fontsize=8, loc="lower left", ncols=2, framealpha=0.9)
+    axes.legend(handles=bands, loc="lower left", ncols=2)
+    style.name_lines(axes)
     return save(figure, path)
 
 
+@style.pictures()
 def calibration(result: dict[str, Any], path: Path) -> Path:
     """A reliability diagram for each method, and the scores below it."""
     methods = result["methods"]
@@ -57,13 +63,7 @@ def calibration(result: dict[str, Any], path: Path) -> Path:
     panels[0].set_ylabel("accuracy")
     figure.suptitle(
         f"Digits: how often is a prediction right? ({result['test']} test images, {result['splits']} splits)",
-        fontsize=11,
+        x=0.01,
+        ha="left",
     )
     return save(figure, path)
-
-
-def save(figure: Any, path: Path) -> Path:
-    """Write it and let go of its memory."""
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path

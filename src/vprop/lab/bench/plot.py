@@ -12,17 +12,17 @@ import matplotlib.pyplot as plt
 
 from vprop.lab.bench.limits import loop_bytes
 from vprop.lab.bench.tables import number, seconds, time_of, where
+from vprop.plots import style
 
 # (name in the results, colour, label)
 LOOKS = (
-    ("Vprop fused closure", "#2166ac", "Vprop, fused"),
-    ("Vprop fused CUDA graph closure", "#35978f", "Vprop, CUDA graph"),
-    ("Vprop foreach closure", "#74add1", "Vprop, portable"),
-    ("RMSprop default", "#444444", "torch RMSprop"),
-    ("AdamW fused", "#9a9a9a", "torch AdamW, fused"),
-    ("ivon-opt", "#d6604d", "ivon-opt"),
+    ("Vprop fused closure", style.BLUE, "Vprop, fused"),
+    ("Vprop fused CUDA graph closure", style.PURPLE, "Vprop, CUDA graph"),
+    ("Vprop foreach closure", style.SKY, "Vprop, portable"),
+    ("RMSprop default", style.BLACK, "torch RMSprop"),
+    ("AdamW fused", style.OCHRE, "torch AdamW, fused"),
+    ("ivon-opt", style.ORANGE, "ivon-opt"),
 )
-LIMIT = "#c9a227"
 
 
 def draw(result: dict[str, Any], folder: Path, stem: str) -> list[Path]:
@@ -36,6 +36,7 @@ def draw(result: dict[str, Any], folder: Path, stem: str) -> list[Path]:
     return made
 
 
+@style.pictures()
 def _draw(result: dict[str, Any], rows: list[dict[str, Any]], along: str, key: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     axes.set(xscale="log", yscale="log", xlabel=f"number of {along}")
@@ -45,19 +46,25 @@ def _draw(result: dict[str, Any], rows: list[dict[str, Any]], along: str, key: s
             places, times = [row[key] for row in own], [time_of(row) for row in own]
             low, high = [t["low"] for t in times], [t["high"] for t in times]
             axes.fill_between(places, low, high, color=colour, alpha=0.15, lw=0)
-            axes.plot(places, [t["median"] for t in times], "o-", color=colour, lw=1.8, ms=4, label=label)
-    # What a copy would need for the bytes of Vprop's sample and step, at the run's own bandwidth.
-    rate = result["copy"]["bytes_per_second"]
-    points = sorted({(row[key], loop_bytes("closure") * row["params"] / rate) for row in rows})
-    axes.plot(*zip(*points, strict=True), "--", color=LIMIT, lw=1.3, zorder=1, label="bandwidth limit of Vprop")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, which="major", color="#e8e8e8", lw=0.8)
-    axes.set_axisbelow(True)
+            axes.plot(places, [t["median"] for t in times], "o-", color=colour, ms=4, label=label)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(0.6 * bottom, top)  # room for the words
+    _out_of_reach(axes, result, rows, key)
     axes.minorticks_off()
     axes.xaxis.set_major_formatter(lambda value, _: number(value))
     axes.yaxis.set_major_formatter(lambda value, _: seconds(value).replace(".00", "").replace(".0", ""))
     fixed = f"{rows[0]['tensors']:,} tensors" if key == "params" else f"{number(rows[0]['params'])} parameters"
-    axes.set_title(f"Time of a step, sampling included ({fixed}; {where(result)})", loc="left", fontsize=11)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axes.set_title(f"Time of a step, sampling included ({fixed}; {where(result)})")
+    style.name_lines(axes)
+    style.save(figure, path)
+
+
+def _out_of_reach(axes: Any, result: dict[str, Any], rows: list[dict[str, Any]], key: str) -> None:
+    """Grey: faster than a copy of the bytes of Vprop's sample and step, at the run's own bandwidth."""
+    rate = result["copy"]["bytes_per_second"]
+    points = sorted({(row[key], loop_bytes("closure") * row["params"] / rate) for row in rows})
+    places, limits = zip(*points, strict=True)
+    floor, _ = axes.get_ylim()
+    axes.fill_between(places, floor, limits, where=[limit > floor for limit in limits], color=style.GRID, lw=0)
+    words = {"ha": "right", "va": "bottom", "fontsize": 8.5, "color": style.SOFT}
+    axes.text(0.98, 0.015, "grey: below the bandwidth limit of Vprop", transform=axes.transAxes, **words)

@@ -32,8 +32,14 @@ class NotMeasured(Exception):
     """The results that a claim needs are not there."""
 
 
-Check = tuple[str, bool]
-"""What was seen in one place, and whether the claim holds there."""
+@dataclass(frozen=True)
+class Check:
+    """One comparison: what was seen, whether the claim holds there, where that was, and how far apart the two were."""
+
+    text: str
+    holds: bool
+    where: str
+    gap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ class Claim:
     sentence: str
     measure: Callable[[Results], list[Check]]
     rule: str
+    differs: Callable[[list[Check]], str]
+    """What the comparisons in which it does not hold have in common, in words."""
 
 
 def _decide(claim: Claim, results: Results) -> dict[str, Any]:
@@ -51,12 +59,53 @@ def _decide(claim: Claim, results: Results) -> dict[str, Any]:
     try:
         checks = claim.measure(results)
     except NotMeasured as missing:
-        return entry | {"verdict": "not measured", "measured": str(missing)}
-    holding = sum(good for _, good in checks)
-    verdict = "holds" if holding == len(checks) else "holds in part" if holding else "does not hold"
-    measured = checks[0][0] if len(checks) == 1 else f"It is so in {holding} of {len(checks)} comparisons."
-    listed = [{"text": text, "holds": good} for text, good in checks]
-    return entry | {"verdict": verdict, "measured": measured, "checks": listed}
+        return entry | {"verdict": "not measured", "share": "not measured", "measured": str(missing)}
+    failing = [check for check in checks if not check.holds]
+    holding = len(checks) - len(failing)
+    verdict = "holds" if not failing else "holds in part" if holding else "does not hold"
+    if len(checks) == 1:  # which says it all
+        measured = f"{checks[0].text}."
+    else:
+        differs = claim.differs(failing) if failing else ""
+        if not holding:
+            differs = differs.replace("Elsewhere", "Everywhere", 1).replace("Otherwise", "Everywhere", 1)
+        measured = f"{_where(checks)} {differs}".strip()
+    listed = [{"text": check.text, "holds": check.holds} for check in checks]
+    return entry | {"verdict": verdict, "share": _share(holding, len(checks)), "measured": measured, "checks": listed}
+
+
+def _share(holding: int, total: int) -> str:
+    """In how many comparisons it holds.
+
+    >>> _share(2, 8), _share(4, 4), _share(0, 3), _share(1, 1)
+    ('2 of 8 comparisons', 'all 4 comparisons', 'none of 3 comparisons', 'the one comparison')
+    """
+    if total == 1:
+        return "the one comparison" if holding else "0 of 1 comparison"
+    count = "all" if holding == total else "none of" if not holding else f"{holding} of"
+    return f"{count} {total} comparisons"
+
+
+def _where(checks: list[Check]) -> str:
+    """Where it holds: in which figures, or how often for each method where figures have several comparisons."""
+    places = list(dict.fromkeys(check.where for check in checks))
+    good = {place: [check.holds for check in checks if check.where == place] for place in places}
+    if len(places) < len(checks):
+        return "It holds for " + ", ".join(f"{place} in {sum(g)} of {len(g)}" for place, g in good.items()) + "."
+    holding = [place for place in places if all(good[place])]
+    if not holding or len(holding) == len(places):
+        return "It holds everywhere." if holding else ""
+    failing = [place for place in places if place not in holding]
+    if len(holding) <= len(failing):
+        return f"It holds for: {'; '.join(holding)}."
+    return f"It holds for all but: {'; '.join(failing)}."
+
+
+def _span(checks: list[Check], digits: int) -> str:
+    """The smallest and the largest gap; those of curves that diverged are left out."""
+    gaps = sorted(abs(check.gap) for check in checks if math.isfinite(check.gap))
+    ends = list(dict.fromkeys(f"{gap:,.{digits}f}" for gap in (gaps[0], gaps[-1]))) if gaps else ["nothing finite"]
+    return " to ".join(ends)
 
 
 def _panels(results: Results, *experiments: str, methods: tuple[str, ...]) -> list[tuple[Panel, dict[str, Any]]]:
@@ -93,6 +142,10 @@ def _final(method: dict[str, Any], metric: str) -> Final:
     return Final(curve["mean"][-1], curve["std"][-1], 1 if metric == "elbo" else 4)
 
 
+def _gap(one: Final, other: Final) -> float:
+    return math.inf if one.mean is None or other.mean is None else one.mean - other.mean
+
+
 def _near(one: Final, other: Final, tolerance: float) -> bool:
     return one.mean is not None and other.mean is not None and abs(one.mean - other.mean) <= tolerance
 
@@ -113,7 +166,7 @@ def _close_to_cvi(results: Results) -> list[Check]:
         loss, other_loss = (_final(methods[name], "log_loss") for name in ("vprop-2", "cvi-10"))
         close = _near(elbo, other_elbo, CLOSE_ELBO * panel["num_data"]) and _near(loss, other_loss, CLOSE_LOG_LOSS)
         text = f"ELBO {elbo} against {other_elbo}, log-loss {loss} against {other_loss}"
-        checks.append((f"{panel['title']}: {text}", close))
+        checks.append(Check(f"{panel['title']}: {text}", close, panel["title"], _gap(elbo, other_elbo)))
     return checks
 
 
@@ -159,10 +212,16 @@ def _fast_as_bbvi(results: Results) -> list[Check]:
             text = (
                 f"{methods[name]['label']} {_after(needed)}, BBVI {_after(bbvi)}; ELBO after a tenth of the run {early}"
             )
-            checks.append((f"{panel['title']}: {text}", math.isfinite(needed) and needed <= bbvi))
+            fast = math.isfinite(needed) and needed <= bbvi
+            checks.append(Check(f"{panel['title']}: {text}", fast, methods[name]["label"], needed))
     if not checks:
         raise NotMeasured("BBVI diverged.")
     return checks
+
+
+def _slower(failing: list[Check]) -> str:
+    never = sum(math.isinf(check.gap) for check in failing)
+    return f"Of the others {len(failing) - never} get there later, and {never} not within the run."
 
 
 def _after(passes: float) -> str:
@@ -178,7 +237,8 @@ def _clearly_lower(low: str, high: str, metric: str, shown: str, diverged: str) 
             ends = {name: _final(methods[name], metric) for name in (low, high)}
             gone = [name for name, end in ends.items() if end.mean is None]
             holds = _clearly_below(ends[low], ends[high]) or gone == [diverged]
-            checks.append((f"{panel['title']}: {shown} {ends[low]} against {ends[high]}", holds))
+            text = f"{panel['title']}: {shown} {ends[low]} against {ends[high]}"
+            checks.append(Check(text, holds, panel["title"], _gap(ends[low], ends[high])))
         return checks
 
     return measure
@@ -191,11 +251,12 @@ def _overfitting(results: Results) -> list[Check]:
         for name, overfits in should.items():
             curve = methods[name]["log_loss"]["mean"]
             if curve[-1] is None:
-                checks.append((f"{panel['title']}: {methods[name]['label']} diverged", False))
+                text = f"{panel['title']}: {methods[name]['label']} diverged"
+                checks.append(Check(text, False, methods[name]["label"], math.inf))
                 continue
             rise = curve[-1] - min(value for value in curve if value is not None)
             text = f"{panel['title']}: {methods[name]['label']} ends {rise:.3f} above its lowest log-loss"
-            checks.append((text, (rise > OVERFIT) == overfits))
+            checks.append(Check(text, (rise > OVERFIT) == overfits, methods[name]["label"], rise))
     return checks
 
 
@@ -205,7 +266,8 @@ def _rmsprop_well(results: Results) -> list[Check]:
         exact = min(line["value"] for line in panel["lines"] if line["metric"] == "log_loss")
         loss = _final(methods["rmsprop"], "log_loss")
         well = loss.mean is not None and loss.mean <= exact + CLOSE_LOG_LOSS
-        checks.append((f"{panel['title']}: {loss} against {exact:.4f} of exact VI", well))
+        gap = math.inf if loss.mean is None else loss.mean - exact
+        checks.append(Check(f"{panel['title']}: {loss} against {exact:.4f} of exact VI", well, panel["title"], gap))
     return checks
 
 
@@ -225,7 +287,7 @@ def _half_the_memory(results: Results) -> list[Check]:
         f"Vprop {vprop:.1f} bytes, BBVI with RMSprop {rmsprop:.1f} (quotient {vprop / rmsprop:.2f}), with Adam "
         f"{sizes['BBVI with Adam']:.1f}; BBVI with constant steps {sizes['BBVI']:.1f}, RMSprop {sizes['RMSprop']:.1f}"
     )
-    return [(text, abs(vprop / rmsprop - 0.5) <= 0.005)]
+    return [Check(text, abs(vprop / rmsprop - 0.5) <= 0.005, "memory", vprop / rmsprop)]
 
 
 def _escapes(results: Results) -> list[Check]:
@@ -235,9 +297,9 @@ def _escapes(results: Results) -> list[Check]:
         if label.startswith("VON-1"):
             suffix = label.removeprefix("VON-1")  # another N: compared with what that N makes of the others
             still = {name: rows[f"{name}{suffix}"]["rate"] for name in ("Newton", "Gradient descent")}
-            text = f"{label} {row['rate']:.0%} (95% interval {row['low']:.0%} to {row['high']:.0%})"
+            text = f"{label}: {row['rate']:.0%} (95% interval {row['low']:.0%} to {row['high']:.0%})"
             others = ", ".join(f"{name} {rate:.0%}" for name, rate in still.items())
-            checks.append((f"{text} against {others}", row["low"] > max(still.values())))
+            checks.append(Check(f"{text} against {others}", row["low"] > max(still.values()), label, row["rate"]))
     return checks
 
 
@@ -250,7 +312,7 @@ def _close_to_ekf(results: Results) -> list[Check]:
                 distance, loss = mean_distance(method), _final(method, "log_loss")
                 text = f"{distance:.2f} standard deviations, log-loss {loss} against {reference}"
                 near = distance <= 0.5 and _near(loss, reference, CLOSE_LOG_LOSS)
-                checks.append((f"{panel['data']}, {method['label']}: {text}", near))
+                checks.append(Check(f"{panel['data']}, {method['label']}: {text}", near, method["label"], distance))
     return checks
 
 
@@ -261,6 +323,7 @@ CLAIMS = [
         _close_to_cvi,
         f"Final ELBOs at most {CLOSE_ELBO} nats per training example and final log-losses at most {CLOSE_LOG_LOSS} "
         "apart, in every figure.",
+        lambda failing: f"Elsewhere their ELBOs end {_span(failing, 0)} nats apart.",
     ),
     Claim(
         "fast-as-bbvi",
@@ -268,18 +331,27 @@ CLAIMS = [
         _fast_as_bbvi,
         "Passes (counted fairly) until the mean ELBO is, and stays, within 0.02 nats per training example of BBVI's "
         "last: for CVI, Vprop-2, Vprop-1 and Vprop-0 no more than for BBVI, each in every figure.",
+        _slower,
     ),
     Claim(
         "zero-worse-than-one",
         "Vprop-0 is worse than Vprop-1.",
         _clearly_lower("vprop-0", "vprop-1", "elbo", "ELBO", diverged="vprop-0"),
         "Vprop-0's final ELBO is lower, by more than the spread over seeds, in every figure.",
+        lambda failing: (
+            f"Elsewhere the two ELBOs are {_span(failing, 1)} nats apart, which is less than the spread over seeds or "
+            "the other way round."
+        ),
     ),
     Claim(
         "zero-better-than-rmsprop",
         "Vprop-0 is slightly better than RMSprop.",
         _clearly_lower("vprop-0", "rmsprop", "log_loss", "log-loss", diverged="rmsprop"),
         "Vprop-0's final log-loss is lower, by more than the spread over seeds, in every figure.",
+        lambda failing: (
+            f"Elsewhere the two log-losses are {_span(failing, 3)} apart, which is less than the spread over seeds or "
+            "the other way round."
+        ),
     ),
     Claim(
         "overfitting",
@@ -287,12 +359,14 @@ CLAIMS = [
         _overfitting,
         f"Overfitting: the final log-loss is more than {OVERFIT} above the curve's lowest point. It must be so for "
         "RMSprop and Vprop-0, and must not for Vprop-1, Vprop-2, CVI and BBVI, each in every figure.",
+        lambda failing: f"Where it does not, log-losses end {_span(failing, 3)} above their lowest point.",
     ),
     Claim(
         "rmsprop-does-well",
         "RMSprop does well in log-loss on logistic regression.",
         _rmsprop_well,
         f"Its final log-loss is at most {CLOSE_LOG_LOSS} above that of exact VI, in every figure.",
+        lambda failing: f"Elsewhere it ends {_span(failing, 3)} above exact inference.",
     ),
     Claim(
         "half-the-memory",
@@ -300,6 +374,7 @@ CLAIMS = [
         _half_the_memory,
         "Measured bytes per weight of Vprop against BBVI with RMSprop steps (the paper's comparison): a quotient of "
         "0.5, to 1%.",
+        lambda failing: "",
     ),
     Claim(
         "escapes",
@@ -307,6 +382,7 @@ CLAIMS = [
         _escapes,
         "The success rate of VON is above those of Newton's method and gradient descent, its whole 95% interval; for "
         "the wider and for the narrower posterior.",
+        lambda failing: "Otherwise: " + "; ".join(check.text for check in failing) + ".",
     ),
     Claim(
         "close-to-ekf",
@@ -314,5 +390,6 @@ CLAIMS = [
         _close_to_ekf,
         "Used as filters, the mean of each form of VONG ends at most half a posterior standard deviation (root mean "
         f"square) from the filter's, and the log-losses at most {CLOSE_LOG_LOSS} apart.",
+        lambda failing: f"Otherwise the means end {_span(failing, 2)} posterior standard deviations apart.",
     ),
 ]

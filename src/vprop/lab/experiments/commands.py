@@ -43,12 +43,16 @@ def reproduce(
         int | None, typer.Option(help="Gradients of a batch that every run may evaluate; full batches: passes.")
     ] = None,
     workers: WorkersOption = 0,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Markdown page whose table of claims and figures are drawn anew, e.g. docs/paper.md."),
+    ] = None,
     short: Annotated[bool, typer.Option("--short", help="Shipped data and short runs, for a look.")] = False,
 ) -> None:
     """The paper's experiments, as a report with figures and a table of its claims."""
     from rich.console import Console
 
-    from vprop.lab.experiments.reproduce import EXPERIMENTS, PaperRequest
+    from vprop.lab.experiments.reproduce import EXPERIMENTS, PaperRequest, update_page
     from vprop.lab.experiments.reproduce import report as draw
     from vprop.lab.experiments.reproduce import reproduce as run
 
@@ -68,3 +72,5 @@ def reproduce(
             draw(out, console)
         else:
             run(tuple(EXPERIMENTS) if what is Experiment.ALL else (what.value,), request, console)
+        if page is not None:
+            update_page(page, out)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
 
+from vprop.files import write_text
 from vprop.lab.data import DATASETS, DataError, DataNotFound, load
 from vprop.lab.engine.pool import Pool
 from vprop.lab.engine.request import Request
@@ -21,6 +24,7 @@ from vprop.lab.experiments.explore import explore
 from vprop.lab.experiments.filter import filters
 from vprop.lab.experiments.memory import memory
 from vprop.lab.experiments.methods import BY_NAME
+from vprop.lab.markdown import filled, table
 
 PAPER_DATA = ("australian", "a1a")
 SHIPPED_DATA = ("breast_cancer",)
@@ -81,10 +85,29 @@ def report(out: Path, console: Console) -> Path:
     with showing("all"):
         decided = claims(results)
     write_json(out / "results" / "claims.json", decided, indent=1)
-    page = write_report(results | {"claims": decided}, out)
+    shown = results | {"claims": decided}
+    if (out / "demo.json").exists():  # the demo was run into the same folder
+        shown["demo"] = read_json(out / "demo.json", "vprop demo")
+    page = write_report(shown, out)
     _print_claims(decided, console)
     console.print(f"Report: {page}", soft_wrap=True)
     return page
+
+
+def update_page(page: Path, out: Path) -> None:
+    """A Markdown page: its table of claims, and the figures that it shows, from the report in ``out``."""
+    try:
+        words = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"Cannot read the page {page}: {error.strerror}.") from error
+    decided = read_json(out / "results" / "claims.json", "vprop reproduce report")["claims"]
+    rows = [(claim["sentence"], claim["share"], claim["measured"]) for claim in decided]
+    drawn = table(("claim", "holds in", "what was found"), rows)
+    write_text(page, filled(words, "claims", lambda _: drawn))
+    for name in re.findall(r"\]\(([^)]*\.png)\)", words):
+        figure = out / "report" / "figures" / Path(name).name
+        if figure.exists():
+            shutil.copyfile(figure, page.parent / name)
 
 
 def check(request: PaperRequest, needs_data: bool = True) -> None:
@@ -230,10 +253,14 @@ EXPERIMENTS: dict[str, Callable[[PaperRequest, Pool], dict[str, Any]]] = {
 
 
 def _print_claims(decided: dict[str, Any], console: Console) -> None:
-    table = Table(title="The paper's claims", title_justify="left")
-    table.add_column("claim")
-    table.add_column("verdict")
-    colours = {"holds": "green", "holds in part": "yellow", "does not hold": "red", "not measured": "bright_black"}
-    for claim in decided["claims"]:
-        table.add_row(claim["sentence"], f"[{colours[claim['verdict']]}]{claim['verdict']}[/]")
-    console.print(table)
+    """In words: where a claim holds only here and there, what differs is worth more than a colour."""
+    measured = [claim for claim in decided["claims"] if claim["verdict"] != "not measured"]
+    if measured:
+        console.print("\nThe paper's claims", style="bold")
+    for claim in measured:
+        console.print(f"\n{claim['sentence']}", highlight=False)
+        console.print(Padding(f"Holds in {claim['share']}. {claim['measured']}", (0, 0, 0, 4)), highlight=False)
+    console.print()
+    left = len(decided["claims"]) - len(measured)
+    if left:
+        console.print(f"Of the paper's claims {left} need other experiments: `vprop reproduce` runs them all.")

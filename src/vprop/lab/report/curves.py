@@ -5,32 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from vprop.lab.report import ranges
-from vprop.lab.report.markup import label, setting, text
+from vprop.lab.report.markup import picture, setting, text
 from vprop.lab.report.schema import METRICS
 from vprop.lab.report.style import Styles, legend_label
 from vprop.lab.report.tables import method_table
+from vprop.plots.style import MOST_LINES
 
 
 def figure(panel: dict[str, Any], styles: Styles) -> dict[str, Any]:
-    """The panel's curves and how to draw them; page.js makes the traces, since its buttons change them."""
-    methods = []
+    """The panel's curves and how to draw them; page.js draws them, since its buttons change them."""
+    methods, opening = [], {method["name"] for method in styles.shown(panel["methods"])}
     for method in styles.sort(panel["methods"]):
         style = styles.of(method["name"])
         methods.append(
             {
                 "name": method["name"],
-                "label": label(legend_label(method)),
+                "label": legend_label(method),
                 "color": style.color,
                 "dash": style.dash,
                 "width": style.width,
-                "visible": "legendonly" if method["group"] == "extra" else True,
+                "visible": method["group"] != "extra" and method["name"] in opening,
                 "passes": method["passes"],
                 "paper_passes": method["paper_passes"],
                 "elbo": _band(method.get("elbo")),
                 "log_loss": _band(method.get("log_loss")),
             }
         )
-    lines = [{**line, "label": label(line["label"]), "rank": rank(line)} for line in panel["lines"]]
+    lines = [{**line, "rank": rank(line)} for line in panel["lines"]]
     return {"methods": methods, "lines": lines, "ranges": axis_ranges(panel)}
 
 
@@ -65,7 +66,7 @@ def html(panel: dict[str, Any], styles: Styles) -> str:
 <article class="panel" id="panel-{identifier}">
 <header class="panel-head">
 <div><h3>{text(panel["title"])}</h3><p class="facts">{text(_facts(panel))}</p></div>
-{files(panel["id"])}
+{files(panel["id"], has_all=has_more(panel))}
 </header>
 {_controls(panel)}
 {_plot(panel["id"], f"{panel['title']}: ELBO and test log-loss against passes over the data")}
@@ -75,22 +76,24 @@ def html(panel: dict[str, Any], styles: Styles) -> str:
 </article>"""
 
 
-def files(identifier: str) -> str:
+def files(identifier: str, *, has_all: bool = False) -> str:
     """Links to the static versions of a figure."""
     path = f"figures/{text(identifier)}"
-    return f'<p class="files"><a href="{path}.png">PNG</a> <a href="{path}.pdf">PDF</a></p>'
+    links = f'<a href="{path}.png">PNG</a> <a href="{path}.pdf">PDF</a>'
+    more = f' <a href="{path}-all.png">all methods: PNG</a> <a href="{path}-all.pdf">PDF</a>' if has_all else ""
+    return f'<p class="files">{links}{more}</p>'
 
 
-def image(identifier: str, description: str) -> str:
-    """The static version of a figure."""
-    return f'<img src="figures/{text(identifier)}.png" alt="{text(description)}">'
+def has_more(panel: dict[str, Any]) -> bool:
+    """Whether there are more methods than a figure opens with, and so a second static one."""
+    return len(panel["methods"]) > MOST_LINES
 
 
 def _plot(identifier: str, description: str) -> str:
     """The place of a figure; a reader without scripts sees the static one."""
     return (
         f'<div class="plot" data-figure="{text(identifier)}" role="figure" aria-label="{text(description)}"></div>\n'
-        f"<noscript>{image(identifier, description)}</noscript>"
+        f"<noscript>{picture(f'figures/{identifier}.png', description)}</noscript>"
     )
 
 

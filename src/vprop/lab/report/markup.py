@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
@@ -14,17 +15,23 @@ def text(value: Any) -> str:
     return html.escape(str(value))
 
 
-def label(value: Any) -> str:
-    """Escaped for text inside a plotly figure, which reads tags and the entities &lt; &gt; &amp; but not quotes."""
-    return html.escape(str(value), quote=False)
+def picture(source: str | bytes, description: str) -> str:
+    """An image: the bytes of a PNG inside of the page, or the path of a file beside it."""
+    if isinstance(source, bytes):
+        source = "data:image/png;base64," + base64.b64encode(source).decode()
+    return f'<img src="{text(source)}" alt="{text(description)}">'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "", numeric: Sequence[int] = ()) -> str:
-    """A table that scrolls inside its container. Cells are HTML; ``numeric`` columns are aligned to the right."""
+    """A table that scrolls inside its container. Cells are HTML; ``numeric`` columns are aligned to the right.
+
+    Each cell knows its column's name: on a narrow screen a row is a card, with the name before the value.
+    """
     marks = [' class="num"' if index in numeric else "" for index in range(len(head))]
     top = "".join(f'<th scope="col"{mark}>{cell}</th>' for cell, mark in zip(head, marks, strict=True))
+    columns = [f'<td{mark} data-name="{text(name)}">' for mark, name in zip(marks, head, strict=True)]
     body = "".join(
-        "<tr>" + "".join(f"<td{mark}>{cell}</td>" for cell, mark in zip(row, marks, strict=True)) + "</tr>\n"
+        "<tr>" + "".join(f"{td}<div>{cell}</div></td>" for td, cell in zip(columns, row, strict=True)) + "</tr>\n"
         for row in rows
     )
     return (
@@ -37,8 +44,8 @@ def swatch(color: str, dash: str = "solid") -> str:
     """The line of a method in a table."""
     dashes = {"dash": "5 2", "dot": "2 2", "dashdot": "5 2 2 2"}.get(dash, "none")
     return (
-        '<svg class="swatch" width="22" height="8" aria-hidden="true"><line x1="0" y1="4" x2="22" y2="4" '
-        f'stroke="{color}" stroke-width="3" stroke-dasharray="{dashes}"/></svg>'
+        f'<svg class="swatch series" style="--c:{color}" width="22" height="8" aria-hidden="true">'
+        f'<line class="line" x1="0" y1="4" x2="22" y2="4" stroke-width="3" stroke-dasharray="{dashes}"/></svg>'
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from vprop.lab.errors import LabError
 
 KINDS = {
+    "demo": "demo",
     "logreg": "curves",
     "long": "curves",
     "mlp": "curves",
@@ -32,9 +33,10 @@ def showing(name: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        command = "vprop demo" if name == "demo" else f"vprop reproduce {name}"
         raise ReportError(
             f"Result '{name}' is not one of this version of `vprop reproduce` ({type(error).__name__}: {error}): run "
-            f"`vprop reproduce {name}` again."
+            f"`{command}` again."
         ) from error
 
 

@@ -12,59 +12,51 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from vprop.lab.report import ranges
-from vprop.lab.report.curves import axis_ranges, rank
+from vprop.lab.report.curves import axis_ranges, has_more, rank
 from vprop.lab.report.style import MATPLOTLIB_DASH, Styles, legend_label
+from vprop.plots import style
+from vprop.plots.style import INK, SOFT
 
-INK, SOFT, GRID = "#1f2933", "#52606d", "#e4e7eb"
-LOOK: dict[Any, Any] = {
-    "axes.edgecolor": "#9aa5b1",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "font.size": 9.5,
-    "grid.color": GRID,
-    "legend.frameon": False,
-    "text.color": INK,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "pdf.fonttype": 42,
-    "text.parse_math": False,  # a dollar sign in a label is a dollar sign
-}
+LOOK: dict[Any, Any] = style.LOOK | {"text.parse_math": False}  # a dollar sign in a label is a dollar sign
+TITLES = {"elbo": "ELBO (higher is better)", "log_loss": "Test log-loss (lower is better)"}
 
 
 def draw_panel(panel: dict[str, Any], styles: Styles, folder: Path) -> None:
-    """ELBO and log-loss against passes, counted fairly, with bands of one standard deviation."""
+    """ELBO and log-loss against passes, counted fairly: the first six methods, and in a second figure all of them."""
     with matplotlib.rc_context(LOOK):
-        rows = -(-len(panel["methods"]) // 4)
-        figure, axes = plt.subplots(1, 2, figsize=(10.5, 4.1 + 0.2 * rows), layout="constrained")
-        limits = axis_ranges(panel)
-        first, last = ranges.first_and_last(panel["methods"], "passes")
-        titles = {"elbo": "ELBO (higher is better)", "log_loss": "Test log-loss (lower is better)"}
-        handles: dict[str, Any] = {}
-        for ax, (metric, title) in zip(axes, titles.items(), strict=True):
-            for method in styles.sort(panel["methods"]):
-                line = _curve(ax, method, metric, styles)
-                if line is not None:
-                    handles.setdefault(legend_label(method), line)
-            lines = [line for line in panel["lines"] if line["metric"] == metric]
-            _levels(ax, lines, higher_is_better=metric == "elbo")
-            ax.set(xscale="log", xlabel="passes over the data (gradient evaluations of all data)", title=title)
-            ax.set_xlim(first / 1.05, 1.05 * last)
-            if limits[metric]:
-                ax.set_ylim(*limits[metric])
-            for axis in (ax.xaxis, ax.yaxis):
-                axis.set_major_formatter(lambda value, _: f"{value:,.10g}".replace("-", "−"))
-        figure.suptitle(panel["title"], x=0.01, ha="left", fontsize=12.5, fontweight="bold")
-        ordered = [legend_label(method) for method in styles.sort(panel["methods"]) if legend_label(method) in handles]
-        if ordered:
-            columns = min(4, len(ordered))
-            figure.legend([handles[name] for name in ordered], ordered, loc="outside lower center", ncols=columns)
-        _save(figure, folder, panel["id"])
+        _draw_methods(panel, styles.shown(panel["methods"]), styles, folder / panel["id"], named=True)
+        if has_more(panel):
+            _draw_methods(panel, styles.sort(panel["methods"]), styles, folder / f"{panel['id']}-all", named=False)
+
+
+def _draw_methods(
+    panel: dict[str, Any], methods: list[dict[str, Any]], styles: Styles, path: Path, *, named: bool
+) -> None:
+    """With bands of one standard deviation; ``named`` at the lines, or in a legend below."""
+    rows = 0 if named else -(-len(methods) // 4)
+    figure, axes = plt.subplots(1, 2, figsize=(10.5, 4.1 + 0.2 * rows), layout="constrained")
+    limits = axis_ranges(panel)
+    first, last = ranges.first_and_last(panel["methods"], "passes")
+    handles: dict[str, Any] = {}
+    for ax, (metric, title) in zip(axes, TITLES.items(), strict=True):
+        for method in methods:
+            line = _curve(ax, method, metric, styles)
+            if line is not None:
+                handles.setdefault(legend_label(method), line)
+        lines = [line for line in panel["lines"] if line["metric"] == metric]
+        _levels(ax, lines, higher_is_better=metric == "elbo")
+        ax.set(xscale="log", xlabel="passes over the data (gradient evaluations of all data)", title=title)
+        ax.set_xlim(first / 1.05, 1.05 * last)
+        if limits[metric]:
+            ax.set_ylim(*limits[metric])
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:,.10g}".replace("-", "−"))
+    figure.suptitle(panel["title"], x=0.01, ha="left")
+    if named:
+        style.name_lines(*axes)
+    elif handles:
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)))
+    _save(figure, path)
 
 
 def draw_explore(result: dict[str, Any], styles: Styles, folder: Path) -> None:
@@ -90,7 +82,7 @@ def draw_explore(result: dict[str, Any], styles: Styles, folder: Path) -> None:
         ordered = list(dict.fromkeys(names))
         figure.legend([unique[name] for name in ordered], ordered, loc="outside lower center", ncols=5)
         _rates(right, result["success"], styles)
-        _save(figure, folder, "explore")
+        _save(figure, folder / "explore")
 
 
 def draw_memory(result: dict[str, Any], styles: Styles, folder: Path) -> None:
@@ -109,7 +101,7 @@ def draw_memory(result: dict[str, Any], styles: Styles, folder: Path) -> None:
         ax.grid(axis="y", visible=False)
         ax.margins(x=0.08)
         ax.set(xlabel="bytes per parameter", title=result["title"])
-        _save(figure, folder, "memory")
+        _save(figure, folder / "memory")
 
 
 def _curve(ax: Any, method: dict[str, Any], metric: str, styles: Styles) -> Any:
@@ -117,24 +109,26 @@ def _curve(ax: Any, method: dict[str, Any], metric: str, styles: Styles) -> Any:
     curve = method.get(metric)
     if not curve:
         return None
-    style = styles.of(method["name"])
+    look = styles.of(method["name"])
     x, mean, std = (np.array(values, dtype=float) for values in (method["passes"], curve["mean"], curve["std"]))
     if not np.isfinite(mean).any():
         return None
     if method["group"] != "extra":  # a figure that cannot be toggled has no room for every band
-        ax.fill_between(x, mean - std, mean + std, color=style.color, alpha=0.16, linewidth=0)
+        ax.fill_between(x, mean - std, mean + std, color=look.color, alpha=0.16, linewidth=0)
     width = 1.0 if method["group"] == "extra" else 1.7
-    (line,) = ax.plot(x, mean, color=style.color, linestyle=MATPLOTLIB_DASH[style.dash], linewidth=width)
+    (line,) = ax.plot(
+        x, mean, color=look.color, linestyle=MATPLOTLIB_DASH[look.dash], linewidth=width, label=legend_label(method)
+    )
     if not np.isfinite(mean[-1]):
         last = np.flatnonzero(np.isfinite(mean))[-1]
-        ax.plot(x[last], mean[last], marker="X", color=style.color, markersize=6)
+        ax.plot(x[last], mean[last], marker="X", color=look.color, markersize=6, label="_cross")
     return line
 
 
 def _levels(ax: Any, lines: list[dict[str, Any]], *, higher_is_better: bool) -> None:
     """Dashed lines; the best one's label is on its far side, the others' on the near side."""
     for index, line in enumerate(sorted(lines, key=rank)):
-        ax.axhline(line["value"], color=INK, linestyle="--", linewidth=1)
+        ax.axhline(line["value"], color=INK, linestyle="--", linewidth=1, label="_level")
         end, below = index > 1, higher_is_better != (index == 0)
         ax.annotate(
             line["label"],
@@ -176,7 +170,6 @@ def _rates(ax: Any, rows: list[dict[str, Any]], styles: Styles) -> None:
     ax.set(xlabel="runs that reach the global minimum", title="How often it succeeds")
 
 
-def _save(figure: Any, folder: Path, name: str) -> None:
-    figure.savefig(folder / f"{name}.png", dpi=130)
-    figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None})  # the same bytes every time
-    plt.close(figure)
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path.with_name(f"{path.name}.pdf"), metadata={"CreationDate": None})  # the same bytes every time
+    style.save(figure, path.with_name(f"{path.name}.png"))

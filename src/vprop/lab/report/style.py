@@ -7,26 +7,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from vprop.lab.report.schema import showing
+from vprop.plots.style import MOST_LINES
 
-# Okabe and Ito's and Paul Tol's colour-blind-safe colours. A family shares a hue: the more samples, the darker.
-# The order is that of legends and tables.
+# The paper's six stay apart for every kind of sight (tests/test_picture_style.py), and open the figures. A family
+# shares a hue: the more samples, the darker. The order is that of legends and tables.
 KNOWN = {
-    "rmsprop": "#4d4d4d",
+    "rmsprop": "#2b2b2b",
     "adam": "#8c8c8c",
-    "bbvi": "#e69f00",
-    "bbvi-rmsprop": "#b8860b",
-    "bbvi-adam": "#8a6d1d",
-    "vprop": "#0072b2",
-    "vprop-0": "#88ccee",
-    "vprop-1": "#4a9fd8",
-    "vprop-2": "#0072b2",
+    "bbvi": "#c64600",
+    "bbvi-rmsprop": "#e08a3c",
+    "bbvi-adam": "#8f3a08",
+    "vprop": "#0b4a94",
+    "vprop-0": "#7cc0ec",
+    "vprop-1": "#2e8bc9",
+    "vprop-2": "#0b4a94",
     "vprop-5": "#2f5aa8",
     "vprop-10": "#332288",
-    "cvi": "#009e73",
-    "cvi-10": "#009e73",
+    "cvi": "#c99a00",
+    "cvi-10": "#c99a00",
     "vprop-2-centered": "#cc79a7",
-    "von-1": "#d55e00",
-    "von-10": "#d55e00",
+    "von-1": "#009e73",
+    "von-10": "#009e73",
     "vong-2-centered": "#882255",
     "vogn": "#117733",
     "vogn-10": "#117733",
@@ -78,6 +79,10 @@ class Styles:
         """The colour of a method that may not be in any other figure."""
         key = self._key(label)
         return self._styles[key].color if key in self._styles else KNOWN.get(key, default)
+
+    def shown(self, methods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those that a figure opens with, in order: as many as can be told apart."""
+        return self.sort(methods)[:MOST_LINES]
 
     def sort(self, methods: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Methods in the order of the report: the paper's, ours, extras."""

@@ -7,19 +7,27 @@ from typing import Any
 from vprop.lab.report.markup import number, plus_minus, setting, swatch, table, text
 from vprop.lab.report.style import Styles, legend_label
 
-VERDICTS = {"holds": "yes", "holds in part": "part", "does not hold": "no"}
 SYMBOLS = {"lr": "lr", "beta1": "β₁", "beta2": "β₂"}
 
 
 def claims_table(claims: list[dict[str, Any]]) -> str:
-    """Each claim with its verdict, what was measured, and the rule that decided."""
+    """Each claim with the share of comparisons in which it holds, what was found, and the rule that decided."""
     rows = []
     for claim in claims:
-        badge = f'<span class="badge {VERDICTS.get(claim["verdict"], "open")}">{text(claim["verdict"])}</span>'
         sentence = f'<span class="sentence">{text(claim["sentence"])}</span>'
         measured = f"{text(claim['measured'])}{_checks(claim)}<small>How it was decided: {text(claim['rule'])}</small>"
-        rows.append((badge, sentence, measured))
-    return table(["Verdict", "Claim", "Measured"], rows, css="claims")
+        rows.append((sentence, _share(claim), measured))
+    return table(["Claim", "Holds in", "What was found"], rows, css="claims")
+
+
+def _share(claim: dict[str, Any]) -> str:
+    """In words, and as the filled part of a bar."""
+    checks = claim.get("checks", [])
+    words = f'<span class="share">{text(claim["share"])}</span>'
+    if not checks:
+        return words
+    part = sum(check["holds"] for check in checks) / len(checks)
+    return f'{words}<span class="bar" aria-hidden="true"><i style="width:{100 * part:.0f}%"></i></span>'
 
 
 def _checks(claim: dict[str, Any]) -> str:
@@ -28,7 +36,7 @@ def _checks(claim: dict[str, Any]) -> str:
     if len(checks) < 2:
         return ""
     items = "".join(f'<li class="{"yes" if check["holds"] else "no"}">{text(check["text"])}</li>' for check in checks)
-    return f'<details class="checks"><summary>the comparisons</summary><ul>{items}</ul></details>'
+    return f'<details class="checks"><summary>the comparisons, one by one</summary><ul>{items}</ul></details>'
 
 
 def method_table(panel: dict[str, Any], styles: Styles) -> str:

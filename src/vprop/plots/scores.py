@@ -1,7 +1,4 @@
-"""Pictures of what :mod:`vprop.metrics` measures, with matplotlib: ``pip install "vprop[plots]"``.
-
-Each function draws into the ``axes`` it is given, or into new ones, and returns them.
-"""
+"""Pictures of what :mod:`vprop.metrics` measures."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from vprop import metrics
+from vprop.plots.style import GREY, pictures
 
 
 def reliability(curve: metrics.CalibrationCurve, *, axes: Any = None, label: str | None = None) -> Any:
@@ -62,7 +60,7 @@ def risk_coverage(curves: metrics.RiskCoverage | Mapping[str, metrics.RiskCovera
         axes.plot(curve.coverage.cpu(), curve.risk.cpu(), color=_next_colour(axes), label=label)
     axes.set(xlim=(0, 1), xlabel="coverage: share of predictions made", ylabel="risk: mean loss of these")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8.5)
     return axes
 
 
@@ -87,20 +85,19 @@ def outliers(scores: Mapping[str, tuple[Tensor, Tensor]], *, axes: Any = None, t
             curve.false_positive_rate.cpu(), curve.true_positive_rate.cpu(), color=color, label=f"{name} ({numbers})"
         )
         axes.plot(false_rate, tpr, "o", color=color, markersize=4, label="_nolegend_")
-    axes.axhline(tpr, color="#aaaaaa", linewidth=0.8, linestyle=":")
+    axes.axhline(tpr, color=GREY, linewidth=0.8, linestyle=":")
     axes.set(xlim=(0, 1), ylim=(0, 1.01), xlabel="known inputs called unknown", ylabel="unknown inputs found")
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower right", frameon=True, framealpha=0.85, edgecolor="none")
     return axes
 
 
 def _axes(axes: Any) -> Any:
     if axes is not None:
         return axes
-    try:
+    with pictures():
         import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError('Drawing needs matplotlib: pip install "vprop[plots]".') from error
-    return plt.subplots(layout="constrained")[1]
+
+        return plt.subplots(layout="constrained")[1]
 
 
 def _by_name(curves: Any, kind: type) -> Mapping[str, Any]:
@@ -115,9 +112,9 @@ def _next_colour(axes: Any) -> str:
 
 
 def _diagonal(axes: Any) -> None:
-    axes.plot([0, 1], [0, 1], color="#555555", linestyle="--", linewidth=1, zorder=0, label="_nolegend_")
+    axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1, zorder=0, label="_nolegend_")
 
 
 def _legend(axes: Any, label: str | None) -> None:
     if label is not None:
-        axes.legend(fontsize=8, loc="upper left")
+        axes.legend(fontsize=8.5, loc="upper left")
