@@ -15,8 +15,9 @@ from pathlib import Path, PurePosixPath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pages import absent_pages
 from pymdownx.slugs import slugify
+
+from pages import absent_pages
 
 log = logging.getLogger("mkdocs.hooks.links")
 
