@@ -7,6 +7,7 @@ from typing import Any
 
 from vprop.lab import markdown
 from vprop.lab.deep.table import section, summary
+from vprop.lab.deep.tasks import BY_NAME
 from vprop.lab.engine.store import read_results
 
 Results = dict[str, dict[str, Any]]
@@ -46,8 +47,10 @@ In this first table, the best is who has the smallest NLL on the test data.
 
 
 def load_results(folder: Path) -> Results:
-    """The results of all tasks in ``folder``, by name."""
-    return read_results(folder, "vprop compare deep", section)
+    """The results of all tasks in ``folder``, by name, in the order of the list of tasks."""
+    found = read_results(folder, "vprop compare deep", section)
+    places = {name: place for place, name in enumerate(BY_NAME)}
+    return {name: found[name] for name in sorted(found, key=lambda name: places.get(name, len(places)))}
 
 
 def new_page(results: Results, figures: Path) -> str:

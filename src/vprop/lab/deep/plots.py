@@ -8,10 +8,12 @@ from typing import Any
 from vprop.lab.deep.page import plots_of
 from vprop.lab.deep.table import own_scores
 from vprop.lab.plots import BLUE, GREY, ORANGE, plt, save
+from vprop.plots import style
 
 Row = dict[str, Any]
 
 
+@style.pictures()
 def draw(result: Row, folder: Path) -> dict[str, Path]:
     """All plots that the results have figures for, by name."""
     makers = {"scores": _scores, "reliability": _reliability, "draws": _draws, "time": _time}
@@ -26,22 +28,26 @@ def _far(values: list[float]) -> float:
 
 def _scores(result: Row, path: Path) -> Path:
     """Accuracy against log-loss, with the spread over seeds; a text's group has no accuracy, and is not here."""
-    figure, axes = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     rows = [(row, own_scores(row)) for row in (*result["contenders"], *result["groups"])]
     known = [(row, one) for row, one in rows if "accuracy" in one and one["nll"]["mean"] is not None]
     limit = _far([one["nll"]["mean"] for _, one in known] or [1.0])
+    few = len(known) <= style.MOST_LINES  # more names than that would lie on each other: numbers then, and a list
     for number, (row, scores) in enumerate(known, 1):
         x, y, color = scores["nll"], scores["accuracy"], BLUE if row["ours"] else ORANGE
-        name = f"{number}  {row['label']}"
+        name = row["label"] if few else f"{number}  {row['label']}"
         if x["mean"] > limit:
             axes.plot([], [], " ", label=f"{name}: NLL {x['mean']:.2f}, not drawn")
             continue
         marker, spread = "s" if "members" in row else "o", (x["std"] or 0, 100 * (y["std"] or 0))
-        style = {"fmt": marker, "color": color, "capsize": 2, "elinewidth": 0.8, "markersize": 4}
-        axes.errorbar(x["mean"], 100 * y["mean"], spread[1], spread[0], label=name, **style)  # type: ignore[arg-type]
-        axes.annotate(str(number), (x["mean"], 100 * y["mean"]), (4, 4), textcoords="offset points", fontsize=8)
+        look = {"fmt": marker, "color": color, "capsize": 2, "elinewidth": 0.8, "markersize": 5}
+        axes.errorbar(x["mean"], 100 * y["mean"], spread[1], spread[0], label=name, **look)  # type: ignore[arg-type]
+        place, text = (x["mean"], 100 * y["mean"]), name if few else str(number)
+        axes.annotate(text, place, (6, 5), textcoords="offset points", fontsize=8, color=color)
     axes.set(xlabel="NLL (lower is better)", ylabel="accuracy, %", title=result["title"])
-    figure.legend(fontsize=7, loc="outside right upper")
+    axes.margins(0.2 if few else 0.05, 0.1)
+    if not few:
+        figure.legend(fontsize=7, loc="outside right upper")
     return save(figure, path)
 
 
@@ -71,7 +77,7 @@ def _reliability(result: Row, path: Path) -> Path:
 
 
 def _draws(result: Row, path: Path) -> Path:
-    figure, axes = plt.subplots(figsize=(8.5, 3.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     curves = {
         row["label"]: {int(count): one["mean"] for count, one in row["nll_by_draws"].items()}
         for row in result["contenders"]
@@ -79,18 +85,17 @@ def _draws(result: Row, path: Path) -> Path:
     }
     at_mean = {row["label"]: row["scores"]["mean"]["nll"]["mean"] for row in result["contenders"]}
     limit = _far([min(curve.values()) for curve in curves.values()] or [1.0])
+    best = sorted(curves, key=lambda label: min(curves[label].values()))[: style.MOST_LINES]  # the table has all
+    curves = {label: curve for label, curve in curves.items() if label in best and min(curve.values()) <= limit}
     for label, curve in curves.items():
-        if min(curve.values()) > limit:
-            axes.plot([], [], " ", label=f"{label}: not drawn")
-            continue
-        (line,) = axes.plot(list(curve), list(curve.values()), marker="o", markersize=3, label=label)
+        (line,) = axes.plot(list(curve), list(curve.values()), marker="o", markersize=4, label=label)
         if at_mean[label] is not None and at_mean[label] <= limit:
             axes.axhline(at_mean[label], color=line.get_color(), linestyle=":", linewidth=0.8)
     counts = sorted({count for curve in curves.values() for count in curve})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set(xlabel="draws of the weights (dotted: at the mean)", ylabel="NLL", title=result["title"])
-    figure.legend(fontsize=7, loc="outside right upper")
+    style.name_lines(axes)
     return save(figure, path)
 
 

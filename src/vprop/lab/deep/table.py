@@ -33,7 +33,7 @@ def caption(result: Row) -> str:
 
 
 def summary(results: Iterable[Row]) -> str:
-    """A line for each task: what people use, the recommended optimizer, and the best of ours, by NLL.
+    """A line for each task: what people use, the best of others and the best of ours, by NLL.
 
     Accuracy / NLL / ECE, each with its own way to predict; groups, which cost several trainings, are left out.
     """
@@ -41,10 +41,9 @@ def summary(results: Iterable[Row]) -> str:
     for result in results:
         others = [row for row in result["contenders"] if not row["ours"]]
         ours = [row for row in result["contenders"] if row["ours"]]
-        vario = [row for row in ours if row["name"] == "vario"]
         plain = [row for row in others if row["kind"] == "point"]
-        rows.append([result["title"], *(_best_of(some) for some in (plain, others, vario, ours))])
-    head = ["accuracy / NLL / ECE", "SGD or AdamW", "best of others", "**Vario**", "**best of ours**"]
+        rows.append([result["title"], *(_best_of(some) for some in (plain, others, ours))])
+    head = ["accuracy / NLL / ECE", "SGD or AdamW", "best of others", "**best of ours**"]
     return markdown.table(head, rows)
 
 
