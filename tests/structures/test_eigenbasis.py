@@ -3,16 +3,19 @@
 import io
 import math
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vprop
 from tests.harness import make_batch, make_model, train
 from vprop import kernels, noise
 from vprop.functional import eigenbasis
 from vprop.kernels import cpu
+from vprop.structures.eigenbasis import Eigenbasis
 
 DOUBLE = torch.float64
 
@@ -373,7 +376,8 @@ def test_kernels_do_the_same(kind, arguments, monkeypatch):
         torch.testing.assert_close(by_kernels, portable, rtol=2e-4, atol=2e-5)
 
 
-def test_the_kernels_of_gpus_do_the_same(monkeypatch):
+@pytest.mark.parametrize(("kind", "arguments"), [(vprop.Vario, {"batch_size": 4}), (vprop.IVON, {})])
+def test_the_kernels_of_gpus_do_the_same(kind, arguments, monkeypatch):
     """In Triton's interpreter, where there is no GPU."""
     pytest.importorskip("triton", reason="the kernels of GPUs are written in Triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -383,19 +387,79 @@ def test_the_kernels_of_gpus_do_the_same(monkeypatch):
     monkeypatch.setattr(kernels, "takes", lambda p: True)
     monkeypatch.setattr(kernels, "backend_for", lambda device: cuda)
     results = []
-    for fused in (None, False):
-        weights = [nn.Parameter(random(3, 4, seed=i).float()) for i in range(2)]
-        optimizer = vprop.Vario(
-            weights, lr=0.02, num_data=20, batch_size=4, structure="eigenbasis", basis_every=2, fused=fused
-        )
+    for more in ({}, {"capturable": True}, {"fused": False}):
+        weights = [nn.Parameter(random(3, columns, seed=columns).float()) for columns in (4, 4, 5)]
+        optimizer = kind(weights, lr=0.02, num_data=20, structure="eigenbasis", basis_every=2, **arguments, **more)
         for step in range(2):
             with optimizer.sampled_params():
                 for i, w in enumerate(weights):
-                    w.grad = random(3, 4, seed=10 * step + i).float() + w.detach()
+                    w.grad = random(*w.shape, seed=10 * step + i).float() + w.detach()
             optimizer.step()
         results.append([w.detach() for w in weights] + [optimizer.state[w]["hess"] for w in weights])
-    for by_kernels, portable in zip(*results, strict=True):
+    for by_kernels, capturable, portable in zip(*results, strict=True):
         torch.testing.assert_close(by_kernels, portable, rtol=2e-4, atol=2e-5)
+        assert torch.equal(by_kernels, capturable)
+
+
+# -- steps that a CUDA graph could hold --------------------------------------------------------------------------------
+
+
+class NoQuestions(TorchDispatchMode):
+    """An error for what would ask the device for a number, which no graph can."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [vprop.Vario, vprop.Vprop, vprop.IVON])
+def test_a_captured_step_leaves_the_bases_to_refresh_bases(kind, monkeypatch):
+    """With one after every step, the run is the same as without capturing. Here nothing is recorded, only looked at."""
+    monkeypatch.setattr(Eigenbasis, "report_unusable", lambda self, deferred: None)  # on a GPU it looks later
+    results = []
+    for captured in (False, True):
+        model = make_model()
+        facts = {} if kind is vprop.IVON else {"batch_size": 12}
+        optimizer = kind(
+            model.parameters(), lr=0.01, num_data=200, structure="eigenbasis", basis_every=1, capturable=True, **facts
+        )
+        x, y = make_batch()
+        for step in range(6):
+            monkeypatch.setattr(Eigenbasis, "_is_capturing", lambda self, now=captured and step > 1: now)
+            optimizer.zero_grad()
+            addresses = [v.data_ptr() for p in model.parameters() for v in optimizer.state[p].values()]
+            with NoQuestions() if captured and step > 1 else nullcontext():
+                with optimizer.sampled_params():
+                    nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            if captured and step > 1:
+                optimizer.refresh_bases()
+                assert addresses == [v.data_ptr() for p in model.parameters() for v in optimizer.state[p].values()]
+        results.append([v for p in model.parameters() for v in (p.detach(), *optimizer.state[p].values())])
+    for eager, replayed in zip(*results, strict=True):
+        assert torch.equal(eager, replayed)
+
+
+def test_what_a_graph_cannot_hold_is_an_error(monkeypatch):
+    weights = [nn.Parameter(random(3, 4)), nn.Parameter(random(3, 4))]
+    optimizer = vprop.Vario(weights, num_data=20, batch_size=4, structure="eigenbasis", capturable=True)
+    with optimizer.sampled_params():
+        weights[0].grad = random(3, 4)
+        with pytest.raises(RuntimeError, match=r"refresh_bases\(\) in the middle of a step"):
+            optimizer.refresh_bases()
+    monkeypatch.setattr(Eigenbasis, "_is_capturing", lambda self: True)
+    with pytest.raises(RuntimeError, match="In a CUDA graph all parameters of a group"):
+        optimizer.step()
+
+
+def test_refresh_bases_is_for_all_structures():
+    model = make_model()
+    optimizer = vprop.Vprop(
+        [{"params": [model[0].weight], "structure": "eigenbasis"}, {"params": [model[0].bias]}], num_data=9
+    )
+    optimizer.refresh_bases()  # before the first step there is nothing to follow
+    assert torch.equal(optimizer.state[model[0].weight]["left_basis"], torch.eye(8))
+    vprop.Vprop(model.parameters(), num_data=9).refresh_bases()
 
 
 def test_a_state_that_moves_is_found_again():

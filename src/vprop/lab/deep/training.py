@@ -57,6 +57,7 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         self.steps_done = self.first_step = first_step
+        self._refresh_every = _refresh_interval(optimizer)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._epoch: tuple[Tensor, Tensor] | None = None
         self._at = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -96,6 +97,8 @@ class Trainer:
                 with torch.cuda.graph(self._graph):
                     self._step()
             self._graph.replay()
+            if self._refresh_every and (self.steps_done + 1) % self._refresh_every == 0:
+                self.optimizer.refresh_bases()  # type: ignore[attr-defined]
 
     def _step(self) -> None:
         assert self._epoch is not None
@@ -121,6 +124,12 @@ class Trainer:
             self.optimizer.step()
         self.total += 1
         self._at += 1
+
+
+def _refresh_interval(optimizer: Optimizer) -> int:
+    """Steps between two refreshes of bases, which a recorded step does not make itself; 0 if it has none."""
+    groups = [group for group in optimizer.param_groups if group.get("structure") == "eigenbasis"]
+    return min((group["basis_every"] for group in groups), default=0)
 
 
 def _row(table: Tensor, at: Tensor) -> Tensor:
