@@ -433,7 +433,8 @@ def test_a_captured_step_leaves_the_bases_to_refresh_bases(kind, monkeypatch):
                     nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
             if captured and step > 1:
-                optimizer.refresh_bases()
+                with nullcontext() if step == 3 else NoQuestions():
+                    optimizer.refresh_bases(solve=None if step == 3 else False)  # the fourth is by eigenvectors
                 assert addresses == [v.data_ptr() for p in model.parameters() for v in optimizer.state[p].values()]
         results.append([v for p in model.parameters() for v in (p.detach(), *optimizer.state[p].values())])
     for eager, replayed in zip(*results, strict=True):

@@ -125,7 +125,7 @@ def turned(basis: Tensor, average: Tensor, rounding: float) -> Tensor:
     gap = diagonal.unsqueeze(-2) - diagonal.unsqueeze(-1)
     angle = torch.where(gap < 0, -0.5, 0.5) * torch.atan2(2 * average, gap.abs())
     known = average.abs() > 10 * rounding * diagonal.amax(-1)[..., None, None]
-    angle = torch.where(known, angle, 0.0).triu(1)
+    angle = (angle * known).triu(1)
     generator = angle - angle.mT
     square = generator @ generator
     scale = (LARGEST_TURN / _norm_bound(square)).clamp_max(1)
@@ -144,9 +144,10 @@ def _norm_bound(square: Tensor) -> Tensor:
 @in_full_precision
 def orthogonal(matrix: Tensor) -> Tensor:
     """The orthogonal matrix nearest to one whose singular values are near 1."""
+    batch = matrix.reshape(-1, *matrix.shape[-2:])
     for _ in range(_POLISHES):
-        matrix = 1.5 * matrix - 0.5 * matrix @ (matrix.mT @ matrix)
-    return matrix
+        batch = torch.baddbmm(batch, batch, batch.mT @ batch, beta=1.5, alpha=-0.5)
+    return batch.reshape(matrix.shape)
 
 
 @in_full_precision

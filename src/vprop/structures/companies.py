@@ -110,9 +110,8 @@ class Company:
         """The same for kernels, once they were at work."""
         self.ahead = [0] * len(self.members)
         """What it was told of steps that some parameters are ahead of the first."""
-        # Copied to the device once: a copy from the host could not be captured in a CUDA graph.
         self._lengths: Tensor | None = None
-        self._roots: Tensor | None = None
+        """On the device, once they were asked for: a copy from the host could not be captured in a CUDA graph."""
         self._addresses = [] if torch.compiler.is_compiling() else self._found_addresses()
 
     @property
@@ -151,7 +150,7 @@ class Company:
     def _joined_sizes(self) -> Tensor:
         missing = [state for state in self.states if "size" not in state]
         if missing and not self.kept:
-            return torch.stack([floors.size_of(p) for p in self.params])
+            return floors.sizes_of(self.params)
         for member, state in zip(self.members, self.states, strict=True):
             if "size" not in state:
                 state["size"] = floors.size_of(member.p)
@@ -249,16 +248,9 @@ class Company:
         if self.sizes is None:
             return
         due = self.counts % floors.STEPS_BETWEEN_LOOKS == 0
-        compiling = torch.compiler.is_compiling()
-        if not self.step.capturable and not compiling and not bool(due.any()):
+        if not self.step.capturable and not torch.compiler.is_compiling() and not bool(due.any()):
             return
-        if self.params[0].dtype == self.dtype and not compiling:
-            if self._roots is None:
-                roots = [math.sqrt(max(1, length)) for length in self.lengths]
-                self._roots = torch.tensor(roots, dtype=self.dtype, device="cpu").to(self.device)
-            now = torch.stack(torch._foreach_norm([p.detach() for p in self.params])) / self._roots
-        else:
-            now = torch.stack([floors.size_of(p) for p in self.params])
+        now = floors.sizes_of(self.params)
         self.sizes.copy_(torch.where(due.to(now.device), now, self.sizes))
         assert isinstance(self.floor, Tensor)
         self.floor.copy_(floors.floor_of(self.step, self.sizes))  # type: ignore[arg-type]  # a graph writes there

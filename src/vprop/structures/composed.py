@@ -161,10 +161,10 @@ class Composed(Structure):
         for name, part in self.parts.items():
             part.update(plans.get(name))
 
-    def refresh_bases(self) -> None:
+    def refresh_bases(self, solve: bool | None) -> None:
         """Those of all parts."""
         for part in self.parts.values():
-            part.refresh_bases()
+            part.refresh_bases(solve)
 
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""

@@ -337,9 +337,9 @@ class Eigenbasis(PortableDiagonal):
             self.clipped.setdefault(step.number, []).append((new.clipped, company.size))
         return new.mean
 
-    def refresh_bases(self) -> None:
+    def refresh_bases(self, solve: bool | None) -> None:
         """Let all bases follow, whosever turn it is: for captured steps, which cannot."""
-        self._refreshes.all(self._kept_companies())
+        self._refreshes.all(self._kept_companies(), solve)
 
     # -- the posterior ---------------------------------------------------------------------------------------
 

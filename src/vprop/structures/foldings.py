@@ -105,8 +105,8 @@ class Folding:
 def _usable(company: Company, flat: Tensor) -> list[Tensor]:
     """The matrices of each batch: those whose squares are finite as they are, and zero for the others."""
     norms = torch.stack(torch._foreach_norm(list(flat.split(company.lengths))))
-    finite = (norms < math.inf)[:, None, None]
-    return [torch.where(finite[batch.members], batch.of(flat), 0.0) for batch in company.batches]
+    finite, zero = (norms < math.inf)[:, None, None], norms.new_zeros(())
+    return [torch.where(finite[batch.members], batch.of(flat), zero) for batch in company.batches]
 
 
 @in_full_precision

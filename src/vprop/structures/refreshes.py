@@ -32,17 +32,24 @@ class Refreshes:
         for (number, solve), pairs in sorted(due.items(), key=lambda item: item[0]):
             _refresh_side(SIDES[number], solve, pairs)
 
-    def all(self, stepped: list[Company]) -> None:
-        """Let all bases follow. As many refreshes are taken to have been as there were steps for."""
+    def all(self, stepped: list[Company], solve: bool | None) -> None:
+        """Let all bases follow, by eigenvectors or small turns, or as the number of steps says.
+
+        As many refreshes are then taken to have been as there were steps for.
+        """
         due: dict[bool, list[Pair]] = {}
         for company in stepped:
+            pairs = list(zip(company.members, company.states, strict=True))
+            if solve is not None:  # without a look at the counts, which a graph in capture could not have
+                due.setdefault(solve, []).extend(pairs)
+                continue
             every = company.step.group["basis_every"]
-            for member, state, steps in zip(company.members, company.states, company.counts.tolist(), strict=True):
+            for pair, steps in zip(pairs, company.counts.tolist(), strict=True):
                 if steps > 0:
-                    due.setdefault(is_solved(max(1, steps // every)), []).append((member, state))
+                    due.setdefault(is_solved(max(1, steps // every)), []).append(pair)
         for side in SIDES:
-            for solve, pairs in sorted(due.items(), key=lambda item: item[0]):
-                _refresh_side(side, solve, pairs)
+            for chosen, pairs in sorted(due.items(), key=lambda item: item[0]):
+                _refresh_side(side, chosen, pairs)
 
     def _turns_of(self, groups: list[GroupStep]) -> dict[int, int]:
         """By number of a parameter."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import vprop
+from vprop.functional.eigenbasis import is_solved
 
 WARM_UP = 3
 """Steps that run as they are before the recording, as torch asks for; they count as steps of the training."""
@@ -59,6 +60,8 @@ class Trainer:
         self.steps_done = self.first_step = first_step
         self._refresh_every = _refresh_interval(optimizer)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._turn: torch.cuda.CUDAGraph | None = None
+        self._has_turned = False
         self._epoch: tuple[Tensor, Tensor] | None = None
         self._at = torch.zeros((), dtype=torch.int64, device=self.device)
 
@@ -98,7 +101,20 @@ class Trainer:
                     self._step()
             self._graph.replay()
             if self._refresh_every and (self.steps_done + 1) % self._refresh_every == 0:
-                self.optimizer.refresh_bases()  # type: ignore[attr-defined]
+                self._refresh((self.steps_done + 1) // self._refresh_every)
+
+    def _refresh(self, number: int) -> None:
+        """Let bases follow, which a recorded step does not do: by small turns, recorded as well, but in a few cases."""
+        assert isinstance(self.optimizer, vprop.VariationalOptimizer)
+        if is_solved(number) or not self._has_turned:  # the first turn runs as it is, as torch asks for
+            self.optimizer.refresh_bases(solve=is_solved(number))
+            self._has_turned = self._has_turned or not is_solved(number)
+            return
+        if self._turn is None:
+            self._turn = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._turn):
+                self.optimizer.refresh_bases(solve=False)
+        self._turn.replay()
 
     def _step(self) -> None:
         assert self._epoch is not None
