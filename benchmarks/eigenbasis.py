@@ -6,6 +6,7 @@
     python benchmarks/eigenbasis.py gpt --device cuda [...]       # a GPT on the characters of tinyshakespeare
     python benchmarks/eigenbasis.py resnet --device cuda [...]    # ResNet-20 on CIFAR-10
     python benchmarks/eigenbasis.py step --device cuda [...]      # the time of a training step of a GPT of 124 million
+    python benchmarks/eigenbasis.py launches [...]                # operations of a step of small networks
     python benchmarks/eigenbasis.py memory [...]                  # what is kept beside the weights of that GPT
     python benchmarks/eigenbasis.py picture --out FILE            # two correlated weights under three structures
 
@@ -16,10 +17,12 @@ out of the training data, than those that are reported.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -221,19 +224,29 @@ def uci(name: str, short: bool) -> list[dict[str, Any]]:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
+def words_without_json(words: list[str]) -> list[str]:
+    """What the command was, but for the file that it is written to."""
+    kept = [word for word in words if not word.startswith("--json=")]
+    return [word for word, before in zip(kept, ["", *kept], strict=False) if "--json" not in (word, before)]
+
+
 def main() -> None:
     """Run a task, and write what it says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "task", choices=["a1a", "usps", "concrete", "energy", "gpt", "resnet", "step", "memory", "picture"]
+        "task", choices=["a1a", "usps", "concrete", "energy", "gpt", "resnet", "step", "launches", "memory", "picture"]
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--short", action="store_true", help="in miniature")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--max-basis-dim", type=int, default=1024, help="of gpt, resnet, step and memory")
+    parser.add_argument("--optimizer", choices=["vario", "ivon"], default="vario", help="of gpt and resnet")
     parser.add_argument("--lr", type=float, nargs="+", help="of gpt and resnet; of several the best")
+    parser.add_argument("--steps", type=int, help="of gpt")
+    parser.add_argument("--epochs", type=int, help="of resnet")
+    parser.add_argument("--equal-steps-only", action="store_true", help="of gpt: not the diagonal for equal time")
     parser.add_argument("--out", type=Path, help="of picture: a PNG file")
-    parser.add_argument("--structures", nargs="+", default=["diagonal", "eigenbasis"], help="of resnet")
+    parser.add_argument("--structures", nargs="+", default=["diagonal", "eigenbasis"], help="of gpt and resnet")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of gpt and resnet")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -247,19 +260,11 @@ def main() -> None:
 
         rows = eigenbasis_picture.picture(arguments)
     else:
-        import eigenbasis_networks
-
-        rows = getattr(eigenbasis_networks, arguments.task)(arguments)
+        file = {"gpt": "networks", "resnet": "networks", "launches": "launches"}.get(arguments.task, "cost")
+        module = importlib.import_module(f"eigenbasis_{file}")
+        rows = getattr(module, arguments.task)(arguments)
     if arguments.json:
-        command = f"python benchmarks/eigenbasis.py {arguments.task}"
-        command += "" if arguments.device == "cpu" else f" --device {arguments.device}"
-        if arguments.task in ("gpt", "resnet", "step"):
-            command += f" --max-basis-dim {arguments.max_basis_dim}"
-        if arguments.task in ("gpt", "resnet"):
-            rates = "" if arguments.lr is None else f" --lr {' '.join(map(str, arguments.lr))}"
-            command += f"{rates} --seeds {' '.join(map(str, arguments.seeds))}"
-        if len(arguments.structures) == 1:
-            command += f" --structures {arguments.structures[0]}"
+        command = f"python benchmarks/eigenbasis.py {' '.join(words_without_json(sys.argv[1:]))}"
         result = {"command": command, "environment": environment(), "rows": rows}
         result["seconds"] = round(time.perf_counter() - started)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -98,7 +98,6 @@ BAD_BASES: list[tuple[dict[str, Any], str]] = [
     ({"max_basis_dim": 2.5}, r"Invalid max_basis_dim=2\.5: must be an integer >= 1"),
     ({"basis_every": 0}, r"Invalid basis_every=0: must be an integer >= 1"),
     ({"basis_beta": 1.0}, r"Invalid basis_beta=1\.0: must be a number in \[0, 1\)"),
-    ({"structure": "eigenbasis", "capturable": True}, r"Invalid capturable=True: must be False with structure=\"eig"),
     (
         {"structure": "eigenbasis", "prior_precision": [torch.ones(2), torch.ones(1)]},
         r"Invalid prior_precision='one for each weight': must be one number .*Give such parameters a group with",

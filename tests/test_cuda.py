@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.harness import assert_same_run, attached_step, closure_step, make_batch, make_model, split, train
 from tests.table import cases
-from vprop import Vprop, load_posterior
+from vprop import IVON, Vario, Vprop, load_posterior
 from vprop.noise import Draw, normal, normals_like, portable_normal
 
 pytestmark = pytest.mark.cuda
@@ -116,6 +116,38 @@ def test_cuda_graph_draws_fresh_noise_in_every_replay(case, set_to_none):
         graph.replay()
     torch.cuda.synchronize()
     assert_same_run(to_cpu(eager_model, eager), to_cpu(model, optimizer), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [(Vprop, {"batch_size": 12}), (Vario, {"batch_size": 12}), (IVON, {})])
+def test_a_cuda_graph_of_an_eigenbasis(kind, arguments):
+    """Bases are refreshed between replays; with a refresh after every step that is the eager run."""
+    batch, runs = [tensor.cuda() for tensor in make_batch()], []
+    for captured in (False, True):
+        model = make_model().cuda()
+        facts = {"num_data": 200, "structure": "eigenbasis", "basis_every": 1, "capturable": True}
+        optimizer = kind(model.parameters(), lr=torch.tensor(0.01).cuda(), **facts, **arguments)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3 if captured else 20):
+                closure_step(optimizer, model, [batch])
+        torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                closure_step(optimizer, model, [batch])
+            turn = torch.cuda.CUDAGraph()
+            for step in range(4, 21):
+                graph.replay()
+                if step == 5:  # the eager run has eigenvectors computed anew in steps 1, 2, 4, 8 and 16
+                    with torch.cuda.graph(turn):
+                        optimizer.refresh_bases(solve=False)
+                if step in (4, 8, 16):
+                    optimizer.refresh_bases()
+                else:
+                    turn.replay()
+        runs.append(to_cpu(model, optimizer))
+    assert_same_run(*runs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_after_a_capture_reads_its_own_gradients():

@@ -151,6 +151,17 @@ def test_unknown_directions_do_not_depend_on_rounding():
     torch.testing.assert_close(*turned, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("smallest", [1.0, 1e-4, 1e-9, 0.0])
+def test_the_nearest_orthogonal_matrix(smallest):
+    """The last two are beyond what squares can tell."""
+    left, right = orthogonal(5, 1), orthogonal(5, 2)
+    matrix = left * torch.tensor([1.0, 0.9, 0.5, 0.1, smallest], dtype=torch.float64) @ right.mT
+    found = eigenbasis.orthogonal(eigenbasis._nearest_orthogonal(matrix))
+    torch.testing.assert_close(found.mT @ found, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-12)
+    known = slice(None) if smallest else slice(4)  # of a direction that is lost the sign is anybody's
+    torch.testing.assert_close((left.mT @ found @ right)[known, known], torch.eye(5, dtype=torch.float64)[known, known])
+
+
 def test_a_decomposition_that_fails_keeps_the_basis(monkeypatch):
     def fail(_):
         raise torch.linalg.LinAlgError("did not converge")

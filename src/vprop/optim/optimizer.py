@@ -210,6 +210,19 @@ class VariationalOptimizer(TrainingLoops):
     # -- the posterior ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def refresh_bases(self, solve: bool | None = None) -> None:
+        """Let the bases of ``structure="eigenbasis"`` follow the gradients now; nothing happens without any.
+
+        :meth:`step` does so itself, except where a CUDA graph captures it: call this between replays, every
+        ``basis_every`` of them. ``solve=True`` computes eigenvectors anew, ``False`` makes a small turn towards them,
+        which a graph can capture; by default the number of steps decides, with ever fewer of the first.
+        """
+        if self._sampling.drawn_samples or not self._sampling.is_mean:
+            raise RuntimeError("refresh_bases() in the middle of a step: call it after step(), before the next sample.")
+        self._prepare()
+        self._structure.refresh_bases(solve)
+
+    @torch.no_grad()
     @at_the_mean
     def posterior(
         self,

@@ -206,6 +206,9 @@ class Structure(ABC):
         ``plan`` is that of the last sample, if it is still in the weights: take it out, or update from there.
         """
 
+    def refresh_bases(self, solve: bool | None) -> None:  # noqa: B027 (not all have any)
+        """Let coordinates that follow the gradients follow them now; ``solve`` says how, if it says anything."""
+
     @abstractmethod
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""

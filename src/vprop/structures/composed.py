@@ -161,6 +161,11 @@ class Composed(Structure):
         for name, part in self.parts.items():
             part.update(plans.get(name))
 
+    def refresh_bases(self, solve: bool | None) -> None:
+        """Those of all parts."""
+        for part in self.parts.values():
+            part.refresh_bases(solve)
+
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""
         for part in self.parts.values():

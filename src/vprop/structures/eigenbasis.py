@@ -18,17 +18,21 @@ from vprop import noise
 from vprop.checks import invalid
 from vprop.curvature import SquaredGradient
 from vprop.functional import diagonal
-from vprop.functional.eigenbasis import gram, is_solved, matrix_shape
+from vprop.functional.eigenbasis import gram
+from vprop.kernels.call import Curvature
+from vprop.kernels.table import Role
 from vprop.posterior import EigenbasisPosterior
-from vprop.precision import compute_dtype
-from vprop.structures import floors
-from vprop.structures.base import MEAN, TensorSpec
+from vprop.structures import rotated
+from vprop.structures.base import MEAN, Structure, TensorSpec
 from vprop.structures.checks import broken
-from vprop.structures.matrices import SIDES, FoldedBatch, Rotation, batches, refresh, sides_of
-from vprop.structures.members import GroupStep, Marginal, Member, State, draw_of, mean_of, members_of, require_finite
-from vprop.structures.plans import PassingPlan, Plan
+from vprop.structures.companies import Company, CompanyPlan, companies
+from vprop.structures.foldings import Folding
+from vprop.structures.matrices import SIDES, Rotation, sides_of
+from vprop.structures.members import GroupStep, Marginal, Member, State, draw_of, members_of, require_finite
+from vprop.structures.plans import Plan
 from vprop.structures.portable import PortableDiagonal
-from vprop.structures.rotated import RotatedKernels, kernels_take
+from vprop.structures.refreshes import Refreshes
+from vprop.structures.rotated import Scratch, kernels_take
 
 
 class Eigenbasis(PortableDiagonal):
@@ -52,8 +56,14 @@ class Eigenbasis(PortableDiagonal):
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
-        self._batches: list[FoldedBatch] = []
-        self._kernels = RotatedKernels()
+        self._foldings: list[Folding] = []
+        self._companies: list[Company] = []
+        self._companies_of: list[GroupStep] | None = None
+        """The groups that the companies are made of."""
+        self._scratch = Scratch()
+        self._refreshes = Refreshes()
+        self._captured: list[Any] = []
+        """What CUDA graphs use: it must live as long as they may run."""
 
     # -- what it refuses -------------------------------------------------------------------------------------
 
@@ -67,13 +77,6 @@ class Eigenbasis(PortableDiagonal):
                 'one number for the group with structure="eigenbasis"',
                 "In rotated coordinates a prior with a precision for each weight is not diagonal. Give such parameters "
                 'a group with structure="diagonal".',
-            )
-        if group["capturable"]:
-            raise invalid(
-                "capturable",
-                True,
-                'False with structure="eigenbasis"',
-                "Which bases are refreshed is decided on the CPU. Capture forward and backward, and step outside.",
             )
         if group.get("sampled_fisher"):
             raise invalid(
@@ -140,201 +143,204 @@ class Eigenbasis(PortableDiagonal):
                 if float(error.abs().max()) > 1e-2:
                     raise broken(f"'{side}_basis' of parameter {member.number} is not orthogonal")
 
+    # -- companies -------------------------------------------------------------------------------------------
+
+    def _kept_companies(self) -> list[Company]:
+        """All parameters in companies, the same ones from step to step unless something has changed."""
+        states = [self.state_of(member) for member in self.members]
+        by_param = {id(member.p): state for member, state in zip(self.members, states, strict=True)}
+        if torch.compiler.is_compiling():
+            return companies(zip(self.members, states, strict=True), keep=False)
+        if self._companies_of is not self.groups or not all(
+            company.is_current([by_param[id(p)] for p in company.params]) for company in self._companies
+        ):
+            self._companies_of = None  # until all is done, should an interrupt come through
+            self._companies = companies(zip(self.members, states, strict=True), keep=True)
+            self._scratch.make_room([company for company in self._companies if kernels_take(company)])
+            self._companies_of = self.groups
+        return self._companies
+
+    def _companies_with_gradients(self, joining: list[Member], first: bool) -> list[Company]:
+        """Those that take part from now on: kept ones as a whole, and others for a step where some have no gradient."""
+        joining_ids, found = {id(member.p) for member in joining}, list[Company]()
+        for company in self._kept_companies() if first else []:
+            if joining_ids.issuperset(map(id, company.params)):
+                found.append(company)
+        whole = {id(p) for company in found for p in company.params}
+        rest = [(member, self.state_of(member)) for member in joining if id(member.p) not in whole]
+        if rest and self._is_capturing():
+            raise RuntimeError(
+                'In a CUDA graph all parameters of a group with structure="eigenbasis" need a gradient. Freeze those '
+                "that have none (requires_grad=False), or give them a group of their own."
+            )
+        return found + companies(rest, keep=False)
+
+    def _is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return (
+            any(step.capturable and step.members and step.members[0].p.is_cuda for step in self.groups)
+            and torch.cuda.is_current_stream_capturing()
+        )
+
+    def _keep_for_graphs(self) -> None:
+        """A graph that is being captured will use companies and scratch memory whenever it runs."""
+        if self._is_capturing():
+            self._captured.append((self._companies, self._scratch.everything()))
+
+    def take_over(self, former: Structure) -> None:
+        """Graphs that were captured before may still run."""
+        super().take_over(former)
+        if isinstance(former, Eigenbasis):
+            self._captured = former._captured
+
     # -- samples ---------------------------------------------------------------------------------------------
 
-    def plan(self, sample: int, evaluation_draw: int | None) -> PassingPlan:
+    def plan(self, sample: int, evaluation_draw: int | None) -> CompanyPlan:
         """Which noise goes where."""
-        if evaluation_draw is None:
-            self._look_at_sizes()
-        params = [member.p for member in self.members]
-        return PassingPlan(params, lambda: self._offsets(sample, evaluation_draw))
-
-    def _offsets(self, sample: int, evaluation_draw: int | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Every parameter with its mean and what a sample adds to it: Q_L(σ̃ε)Q_Rᵀ."""
+        if evaluation_draw is not None:
+            pairs = [(member, self.peek_state(member)) for member in self.members]
+            entries = companies(pairs, keep=False)
+        else:
+            entries = self._kept_companies()
+            for company in entries:
+                company.look_at_sizes()
         training = evaluation_draw is None
-        pairs = [(member, self.state_of(member) if training else self.peek_state(member)) for member in self.members]
-        for batch in batches(pairs):
-            members, states = [member for member, _ in batch], [state for _, state in batch]
-            rotation, step = Rotation.of(members, states), members[0].step
-            draws = [draw_of(member, state, sample, evaluation_draw) for member, state in batch]
-            floor = self._floors(members, states)
-            if training and kernels_take(members, states):
-                scaled = self._kernels.offsets(members, states, sample, floor).view(-1, *rotation.shape)
-            else:
-                noises = dict(noise.normals_like([member.p for member in members], [draw for draw, _ in draws]))
-                hess = rotation.stack([state["hess"] for state in states])
-                eps = rotation.stack([noises[i] for i in range(len(members))]) * draws[0][1]
-                scaled = diagonal.perturbation(hess, eps, step.ess, members[0].damping, floor)
-            offsets = rotation.back(scaled)
-            for member, state, offset in zip(members, states, offsets, strict=True):
-                mean = mean_of(member.p, state)
-                if "mean" in state and training:
-                    mean = state["mean"].copy_(mean)
-                yield member.p, mean, offset.reshape(member.p.shape)
 
-    def _floors(self, members: list[Member], states: list[State]) -> float | Tensor:
-        """f of each matrix of a batch."""
-        values = [self._floor(member, state) for member, state in zip(members, states, strict=True)]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        return torch.stack(tensors)[:, None, None] if tensors else values[0]
+        def offsets(company: Company) -> Tensor:
+            if training and kernels_take(company):
+                return rotated.offsets(company, sample, self._scratch)
+            return self._portable_offsets(company, sample, evaluation_draw)
 
-    def _look_at_sizes(self) -> None:
-        """Bring the sizes of the weights, which hold the mean, up to date where they limit the noise."""
-        for member in self.members if self.has_limits else []:
-            if floors.is_relative(member.step):
-                self._look_at_size(member)
+        return CompanyPlan(entries, offsets, remember=training)
+
+    def _portable_offsets(self, company: Company, sample: int, evaluation_draw: int | None) -> Tensor:
+        """σ̃ε with torch's own operations."""
+        pairs = zip(company.members, company.states, strict=True)
+        draws = [draw_of(member, state, sample, evaluation_draw) for member, state in pairs]
+        noises = dict(noise.normals_like(company.params, [draw for draw, _ in draws]))
+        eps = torch.cat([noises[i].reshape(-1) for i in range(len(draws))]) * draws[0][1]
+        damping, floor = company.members[0].damping, company.spread(company.floor)
+        return diagonal.perturbation(company.hess, eps, company.step.ess, damping, floor)
 
     # -- the step --------------------------------------------------------------------------------------------
 
     def fold(self, sample: int | None, folded_samples: int) -> None:
         """Fold the gradients, rotated, as the estimators do."""
         if self.groups and self.groups[0].samples == 0:  # else the plan of a sample has looked
-            self._look_at_sizes()
+            for company in self._kept_companies():
+                company.look_at_sizes()
         self.has_folded = True
-        known = {id(member.p) for batch in self._batches for member in batch.members}
+        known = {id(p) for folding in self._foldings for p in folding.company.params}
         joining = [m for m in self.members if m.p.grad is not None and id(m.p) not in known]
-        for batch in batches([(member, self.state_of(member)) for member in joining]):
-            self._batches.append(FoldedBatch([m for m, _ in batch], [s for _, s in batch], folded_samples))
-        for folding in self._batches:
-            noises = self._noises(folding.members, sample)
-            folding.fold(None if noises[0] is None else noises)  # type: ignore[arg-type]
+        for company in self._companies_with_gradients(joining, first=not self._foldings) if joining else []:
+            self._foldings.append(Folding(company, folded_samples))
+        for folding in self._foldings:
+            noises = [] if folding.direct is not None else self._noises(folding.company.members, sample)
+            known_noises = [eps.reshape(-1) for eps in noises if eps is not None]
+            folding.fold(torch.cat(known_noises) if known_noises else None)
 
     def forget(self) -> None:
         """Forget what was folded of this step's samples."""
         super().forget()
-        self._batches = []
+        self._foldings = []
 
     def update(self, plan: Plan | None) -> None:
         """One step of all parameters that had a gradient, and a new basis for those whose turn it is."""
         if plan is not None:
             plan.take_out()
         self.clipped = {}
-        for batch in self._batches:
-            self._update_batch(batch)
-        self._refresh([item for batch in self._batches for item in zip(batch.members, batch.states, strict=True)])
+        self._keep_for_graphs()
+        for folding in self._foldings:
+            self._update_company(folding)
+        if not self._is_capturing():
+            self._refreshes.due([folding.company for folding in self._foldings], self.groups)
 
-    def _update_batch(self, batch: FoldedBatch) -> None:
-        members, states, rotation = batch.members, batch.states, batch.rotation
-        self._match_momenta(batch)
-        for state in states:
-            state["step"] += 1
-        means = rotation.stack([mean_of(member.p, state) for member, state in zip(members, states, strict=True)])
-        distance = rotation.into(means - self._prior_means(batch))
-        move = self._step_by_kernel if batch.by_kernels else self._step
-        new_means = means + rotation.back(move(batch, distance) - distance)
-        for member, state, mean in zip(members, states, new_means, strict=True):
-            self.write_mean(member, state, mean.reshape(member.p.shape))
-        batch.fold_into_averages(batch.step.group["basis_beta"])
+    def _update_company(self, folding: Folding) -> None:
+        company = folding.company
+        if folding.direct is not None:
+            folding.take_gradient(self._scratch)
+        assert folding.folded is not None
+        company.match_momentum(folding.folded.grad)
+        company.counts += 1
+        means, prior = company.means(remember=False), company.prior_means()
+        distance = company.into(means if isinstance(prior, float) else means - prior)
+        move = self._step_by_kernel if folding.by_kernels else self._step
+        new_means = company.back(move(folding, distance) - distance, onto=means)
+        company.write(new_means)
+        if company.mean is not None:
+            company.mean.copy_(new_means)
+        folding.fold_into_averages(company.step.group["basis_beta"])
+        company.give_back()
 
-    def _batch_estimate(self, batch: FoldedBatch, hess: Tensor, floor: float | Tensor) -> Tensor:
-        """ĥ of the matrices of a batch, in rotated coordinates."""
-        step, precision = batch.step, None
-        assert batch.folded is not None
+    def _company_estimate(self, folding: Folding) -> Tensor:
+        """ĥ of the matrices of a company, in rotated coordinates."""
+        company, step, precision = folding.company, folding.step, None
+        assert folding.folded is not None
         if step.estimator.needs_noise:
-            precision = diagonal.precision(hess, step.ess, batch.members[0].damping, floor)
-        return step.estimator.hess(batch.folded, self.factor_of(step), precision)
+            damping, floor = company.members[0].damping, company.spread(company.floor)
+            precision = diagonal.precision(company.hess, step.ess, damping, floor)
+        return step.estimator.hess(folding.folded, self.factor_of(step), precision)
 
     def _gradient_scale(self, step: GroupStep) -> float | None:
         return self.batch_size_of(step) if step.divides_by_root else None
 
-    def _step_by_kernel(self, batch: FoldedBatch, distance: Tensor) -> Tensor:
+    def _step_by_kernel(self, folding: Folding, distance: Tensor) -> Tensor:
         """Where the kernel brings the means to; curvature and momentum are changed."""
-        members, states, step, folded = batch.members, batch.states, batch.step, batch.folded
-        assert folded is not None
-        floor, estimate, scale = self._floors(members, states), None, 1.0
-        if not batch.squares_later:
-            estimate = self._batch_estimate(batch, batch.rotation.stack([state["hess"] for state in states]), floor)
-        elif type(step.estimator) is SquaredGradient:
-            scale = self.factor_of(step)
-        new, clipped = self._kernels.step(
-            members,
-            states,
-            distance,
-            folded,
+        company, step, estimate = folding.company, folding.step, None
+        assert folding.folded is not None
+        if folding.direct is None:
+            estimate = self._company_estimate(folding)
+        self._scratch.of(Role.WEIGHT, company).copy_(distance)
+        new, clipped = rotated.step(
+            company,
+            folding.folded,
+            folding.direct if folding.direct is not None else Curvature.GIVEN,
             estimate,
-            scale=scale,
+            self._scratch,
+            scale=self.factor_of(step) if type(step.estimator) is SquaredGradient and estimate is None else 1.0,
             gradient_scale=self._gradient_scale(step),
-            floor=floor,
-            unusable=self.unusable_on(distance.device),
+            unusable=self.unusable_on(company.device),
         )
         if not math.isinf(step.group["clip_radius"]):
-            self.clipped.setdefault(step.number, []).append((clipped, distance.numel()))
+            self.clipped.setdefault(step.number, []).append((clipped, company.size))
         return new
 
-    def _step(self, batch: FoldedBatch, distance: Tensor) -> Tensor:
+    def _step(self, folding: Folding, distance: Tensor) -> Tensor:
         """The same with torch's own operations."""
-        members, states, rotation, step, folded = batch.members, batch.states, batch.rotation, batch.step, batch.folded
+        company, step, folded = folding.company, folding.step, folding.folded
         assert folded is not None
-        group, floor = step.group, self._floors(members, states)
-        hess = rotation.stack([state["hess"] for state in states])
-        momentum = rotation.stack([state["momentum"] for state in states]) if "momentum" in states[0] else None
+        group = step.group
+        counted = group["betas"][0] > 0 or step.rule.debiases_hess or step.start_weight < 1
         new = step.rule.function(
             distance,
-            hess,
-            momentum,
+            company.hess,
+            company.momentum,
             folded.grad,
-            self._batch_estimate(batch, hess, floor),
-            step=self._counts(batch),
+            self._company_estimate(folding),
+            step=company.spread(company.counts.to(company.hess)) if counted else 1.0,
             lr=group["lr"] * step.rate_factor,
             betas=group["betas"],
-            damping=members[0].damping,
+            damping=company.members[0].damping,
             prior_mean=0.0,
             clip_radius=group["clip_radius"],
-            floor=floor,
+            floor=company.spread(company.floor),
             start_weight=step.start_weight,
             gradient_scale=self._gradient_scale(step),
             divides=step.divides,
             ess=step.ess,
         )
-        for i, state in enumerate(states):
-            state["hess"].copy_(new.hess[i].reshape(state["hess"].shape))
-            if new.momentum is not None:
-                state["momentum"].copy_(new.momentum[i].reshape(state["momentum"].shape))
+        company.hess.copy_(new.hess)
+        if new.momentum is not None:
+            assert company.momentum is not None
+            company.momentum.copy_(new.momentum)
         self.count_unusable(new.unusable)
         if new.clipped is not None:
-            self.clipped.setdefault(step.number, []).append((new.clipped, distance.numel()))
+            self.clipped.setdefault(step.number, []).append((new.clipped, company.size))
         return new.mean
 
-    def _prior_means(self, batch: FoldedBatch) -> float | Tensor:
-        given = [member.prior_mean for member in batch.members]
-        if not isinstance(given[0], Tensor):
-            return 0.0
-        return batch.rotation.stack(given).to(compute_dtype(batch.members[0].p))  # type: ignore[arg-type]
-
-    def _counts(self, batch: FoldedBatch) -> Tensor | float:
-        """The numbers of this step, which is counted already, where the update asks for them."""
-        step = batch.step
-        if step.group["betas"][0] == 0 and not step.rule.debiases_hess and step.start_weight == 1:
-            return 1.0
-        counts = torch.stack([state["step"] for state in batch.states])
-        return counts.to(batch.states[0]["hess"])[:, None, None]
-
-    def _match_momenta(self, batch: FoldedBatch) -> None:
-        """Let the state have momenta if β₁ > 0, and none otherwise; late ones start as in the diagonal structure."""
-        beta1, folded = batch.step.group["betas"][0], batch.folded
-        assert folded is not None
-        for i, state in enumerate(batch.states):
-            if beta1 == 0:
-                state.pop("momentum", None)
-            elif "momentum" not in state:
-                grad = folded.grad[i].reshape(state["hess"].shape)
-                late = grad * (1 - beta1 ** state["step"].to(grad.dtype))
-                state["momentum"] = torch.where(torch.isfinite(grad), late, 0)  # 0·NaN is NaN, for ever
-
-    def _refresh(self, items: list[tuple[Member, State]]) -> None:
-        """Let the bases of those sides follow whose turn it is: every so many steps, spread over them."""
-        for side_number, side in enumerate(SIDES):
-            due: dict[bool, list[tuple[Member, State]]] = {}
-            for member, state in items:
-                if f"{side}_basis" in state:
-                    every = member.group["basis_every"]
-                    count = int(state["step"]) - 1 - (len(SIDES) * member.number + side_number) % every
-                    if count >= 0 and count % every == 0:
-                        due.setdefault(is_solved(count // every + 1), []).append((member, state))
-            for solve, chosen in due.items():
-                for batch in batches(chosen):
-                    states = [state for _, state in batch]
-                    refresh(states, matrix_shape(batch[0][0].p.shape), side, solve)
+    def refresh_bases(self, solve: bool | None) -> None:
+        """Let all bases follow, whosever turn it is: for captured steps, which cannot."""
+        self._refreshes.all(self._kept_companies(), solve)
 
     # -- the posterior ---------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ it is looked at in every sixteenth step only; what was seen is part of the state
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +37,14 @@ def size_of(p: Tensor) -> Tensor:
     """The root mean square of a parameter's weights, all of them wherever they lie, as one number."""
     norm = torch.linalg.vector_norm(p.detach(), dtype=compute_dtype(p))
     return full_tensor(norm) / math.sqrt(max(1, p.numel()))
+
+
+def sizes_of(params: Sequence[Tensor]) -> Tensor:
+    """The same of several parameters of one dtype and device, none of them spread over ranks, in a few launches."""
+    if compute_dtype(params[0]) != params[0].dtype or torch.compiler.is_compiling():
+        return torch.stack([size_of(p) for p in params])
+    norms = torch._foreach_norm([p.detach() for p in params])
+    return torch.stack(torch._foreach_div(norms, [math.sqrt(max(1, p.numel())) for p in params]))
 
 
 def floor_of(step: GroupStep, sizes: Tensor | None) -> float | Tensor:

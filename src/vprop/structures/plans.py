@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -75,54 +75,6 @@ class KeptPlan:
     def owners(self) -> list[Tensor]:
         """The parameters that it is a sample of."""
         return [entry.p for entry in self._entries]
-
-
-@dataclass
-class PassingSample:
-    """A parameter that may hold a sample, and its mean, where that is not to be had from elsewhere."""
-
-    p: Tensor
-    mean: Tensor | None = None
-    done: bool = False
-
-
-class PassingPlan:
-    """A plan that makes the sample as it writes it, and keeps the means alone: one copy of the weights.
-
-    ``offsets`` gives each parameter with its mean and what the sample adds to it, a few at a time. A mean in another
-    precision than the parameter's is taken for one that is kept in the state.
-    """
-
-    def __init__(
-        self, params: Iterable[Tensor], offsets: Callable[[], Iterator[tuple[Tensor, Tensor, Tensor]]]
-    ) -> None:
-        self._entries = {p: PassingSample(p) for p in params}
-        self._offsets = offsets
-
-    def write(self) -> None:
-        """Write the sample into the weights, which hold the mean."""
-        for p, mean, offset in self._offsets():
-            entry = self._entries[p]
-            entry.mean = mean.clone() if mean.dtype == p.dtype else mean
-            entry.done = True
-            p.copy_(mean + offset)
-
-    def take_out(self) -> None:
-        """Put the mean back, wherever the sample is in the weights."""
-        for entry in self._entries.values():
-            if entry.done and entry.mean is not None:
-                entry.p.copy_(entry.mean)
-                entry.done = False
-
-    def twin(self) -> PassingPlan:
-        """The same sample, with a memory of its own of where it is in the weights."""
-        twin = PassingPlan([], self._offsets)
-        twin._entries = {p: copy.copy(entry) for p, entry in self._entries.items()}
-        return twin
-
-    def owners(self) -> list[Tensor]:
-        """The parameters that it is a sample of."""
-        return list(self._entries)
 
 
 class KeptWeights:

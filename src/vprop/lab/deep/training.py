@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import vprop
+from vprop.functional.eigenbasis import is_solved
 
 WARM_UP = 3
 """Steps that run as they are before the recording, as torch asks for; they count as steps of the training."""
@@ -57,7 +58,10 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         self.steps_done = self.first_step = first_step
+        self._refresh_every = _refresh_interval(optimizer)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._turn: torch.cuda.CUDAGraph | None = None
+        self._has_turned = False
         self._epoch: tuple[Tensor, Tensor] | None = None
         self._at = torch.zeros((), dtype=torch.int64, device=self.device)
 
@@ -96,6 +100,21 @@ class Trainer:
                 with torch.cuda.graph(self._graph):
                     self._step()
             self._graph.replay()
+            if self._refresh_every and (self.steps_done + 1) % self._refresh_every == 0:
+                self._refresh((self.steps_done + 1) // self._refresh_every)
+
+    def _refresh(self, number: int) -> None:
+        """Let bases follow, which a recorded step does not do: by small turns, recorded as well, but in a few cases."""
+        assert isinstance(self.optimizer, vprop.VariationalOptimizer)
+        if is_solved(number) or not self._has_turned:  # the first turn runs as it is, as torch asks for
+            self.optimizer.refresh_bases(solve=is_solved(number))
+            self._has_turned = self._has_turned or not is_solved(number)
+            return
+        if self._turn is None:
+            self._turn = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._turn):
+                self.optimizer.refresh_bases(solve=False)
+        self._turn.replay()
 
     def _step(self) -> None:
         assert self._epoch is not None
@@ -121,6 +140,12 @@ class Trainer:
             self.optimizer.step()
         self.total += 1
         self._at += 1
+
+
+def _refresh_interval(optimizer: Optimizer) -> int:
+    """Steps between two refreshes of bases, which a recorded step does not make itself; 0 if it has none."""
+    groups = [group for group in optimizer.param_groups if group.get("structure") == "eigenbasis"]
+    return min((group["basis_every"] for group in groups), default=0)
 
 
 def _row(table: Tensor, at: Tensor) -> Tensor:
