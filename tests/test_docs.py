@@ -163,6 +163,12 @@ def test_the_figures_of_networks():
     assert set(shown) <= measured_on_networks()
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_of_ours_is_installed_from_where_there_is_no_package(path):
+    """Until there is one on PyPI: from a checkout or the repository."""
+    assert not re.findall(r'pip install "?vprop(?! @ git).*', path.read_text())
+
+
 PROMISED = ("deep.md", "gallery.md", "index.md", "guides/", "reference/")
 """Pages of docs that may be missing in a checkout: they are made apart. The check of the site finds dead links."""
 

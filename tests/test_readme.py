@@ -48,9 +48,3 @@ def test_the_figures_of_networks_are_those_of_the_committed_runs():
     shown = shown_of_networks(README)
     assert len(shown) >= 6
     assert set(shown) <= measured_on_networks()
-
-
-def test_nothing_is_installed_from_where_there_is_no_package():
-    """Until there is one on PyPI: a checkout or the repository."""
-    for command in re.findall(r"pip install (.*)", README):
-        assert command.startswith((".", '".', '"vprop @ git')), command
