@@ -112,7 +112,7 @@ def platform_tag() -> str:
 
 
 def oldest_macos() -> str:
-    """The version that Python, or ``$MACOSX_DEPLOYMENT_TARGET``, asks for, as pip knows it: from 11 on without a minor."""
+    """The version that ``$MACOSX_DEPLOYMENT_TARGET``, or else Python, asks for, as pip knows it: from 11 on N.0."""
     wanted = os.environ.get("MACOSX_DEPLOYMENT_TARGET") or sysconfig.get_platform().split("-")[1]
     major, minor = (int(number) for number in [*wanted.split("."), "0"][:2])
     if major >= 11:

@@ -11,10 +11,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 REPOSITORY = "https://github.com/vprop/vprop"
 PAGES = f"{REPOSITORY}/blob"
 FILES = "https://raw.githubusercontent.com/vprop/vprop"
-# Links in Markdown (pictures begin with an exclamation mark), and pictures in HTML. Those with a scheme, and those to a
-# place on the same page, stay.
-MARKDOWN = re.compile(r"(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!\w+:|#)(?P<path>[^)\s]+)\)")
-HTML = re.compile(r'(?P<before>\b(?:src|srcset)=")(?!\w+:)(?P<path>[^"]+)')
+MARKDOWN = re.compile(r"(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<path>[^)\s]+)\)")
+HTML = re.compile(r'(?P<before>\b(?:src|srcset)=")(?P<path>[^"]+)')
 
 
 class ReadmeMetadataHook(MetadataHookInterface):
@@ -28,15 +26,23 @@ class ReadmeMetadataHook(MetadataHookInterface):
         found = re.search(r'__version__ = "(.+)"', (root / "src/vprop/_version.py").read_text(encoding="utf-8"))
         assert found is not None
         text = (root / "README.md").read_text(encoding="utf-8")
-        metadata["readme"] = {"content-type": "text/markdown", "text": with_full_links(text, f"v{found[1]}")}
+        metadata["readme"] = {"content-type": "text/markdown", "text": with_full_links(text, root, f"v{found[1]}")}
 
 
-def with_full_links(text: str, tag: str) -> str:
-    """The text with every path in the repository as an address that works anywhere."""
+def with_full_links(text: str, root: Path, tag: str) -> str:
+    """The text with every path to a file of the repository as an address that works anywhere; all else stays."""
+
+    def is_file(path: str) -> bool:
+        return (root / path.partition("#")[0]).exists() and not path.startswith("#")
 
     def link(match: re.Match[str]) -> str:
+        path = match["path"]
+        if is_file(path):
+            path = f"{FILES if match['picture'] else PAGES}/{tag}/{path}"
         inner = MARKDOWN.sub(link, match["text"])  # a picture that is a link
-        return f"{match['picture']}[{inner}]({FILES if match['picture'] else PAGES}/{tag}/{match['path']})"
+        return f"{match['picture']}[{inner}]({path})"
 
-    text = MARKDOWN.sub(link, text)
-    return HTML.sub(lambda match: f"{match['before']}{FILES}/{tag}/{match['path']}", text)
+    def picture(match: re.Match[str]) -> str:
+        return match["before"] + (f"{FILES}/{tag}/" if is_file(match["path"]) else "") + match["path"]
+
+    return HTML.sub(picture, MARKDOWN.sub(link, text))
