@@ -99,7 +99,7 @@ def _axes(axes: Any) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError('Drawing needs matplotlib: pip install "vprop[plots]".') from error
+        raise ImportError("Drawing needs matplotlib: pip install matplotlib") from error
     return plt.subplots(layout="constrained")[1]
 
 

@@ -199,7 +199,7 @@ def plot(
         try:
             from vprop.lab.bench.plot import draw
         except ImportError as error:
-            raise BenchError(f'Plots need {error.name}: pip install "vprop[lab]".') from error
+            raise BenchError(f"Plots need {error.name}: pip install {error.name}") from error
         require_writable(out)
         for path, result in results.items():
             for made in draw(result, out, path.stem):
