@@ -19,7 +19,7 @@ from vprop.objective import Objective
 from vprop.optim import refusals
 from vprop.optim.checkpoints import is_asked_for_state
 from vprop.optim.closures import mean_result
-from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached
+from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached, is_captured
 from vprop.optim.old_gradients import ClosureWatch
 from vprop.optim.resolution import Resolution
 from vprop.optim.sampling import Holder, Sampling, forget_casts, gradient_marks, note_hooks, was_idle
@@ -378,6 +378,8 @@ class TrainingLoops(Optimizer):
         sampling = self._sampling
         if sampling.holder is Holder.CALLER:
             return
+        if is_captured() and (training or sampling.holder is not None):
+            refusals.refuse_capture()
         if not training:
             self._make_room_for_evaluation("A forward of the attached model in evaluation mode")
             return
