@@ -343,6 +343,9 @@ class TrainingLoops(Optimizer):
         ``load_state_dict()`` of the model. Returns a handle whose ``remove()`` detaches. An optimizer that was
         attached to the model before is detached, if it has parameters in common with this one.
 
+        A loop makes one forward and one backward in a step, so there is one sample: ``mc_samples`` must be 1 (or 0, the
+        mean). For more, pass a closure to :meth:`step`, which calls it once per sample.
+
         Between a forward and :meth:`step` the weights hold the sample. After an interrupt there,
         :meth:`discard_samples` puts the mean back; so does the end of the optimizer's life. Gradients of an evaluation
         between a forward and its backward cannot be had: use ``torch.no_grad()``.
