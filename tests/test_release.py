@@ -29,10 +29,15 @@ def jobs_of(path):
 
 
 def test_the_version_is_the_same_everywhere():
+    """That of the last release; between releases the package has the next one's, and the changelog a part for it."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    heading = re.search(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert vprop.__version__ == str(Version(vprop.__version__)) == citation["version"] == heading[1]
-    assert str(citation["date-released"]) == heading[2]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released, date = re.search(r"^## (\d\S+) \((\S+)\)$", changes, re.MULTILINE).groups()
+    assert (citation["version"], str(citation["date-released"])) == (released, date)
+    version = Version(vprop.__version__)
+    assert ("\n## Unreleased\n" in changes) == version.is_devrelease
+    assert version.is_devrelease or vprop.__version__ == released
+    assert version >= Version(released)
 
 
 def test_the_sections_of_a_release_are_there_once():
@@ -77,11 +82,9 @@ def test_extras_that_are_named_exist():
 
 def test_links_of_the_package_lead_to_the_repository():
     hatch_metadata = pytest.importorskip("hatch_metadata", reason="hatchling is not installed")
-    text = '[![a](docs/x.png)](docs/guide.md#b) [c](https://d.e) [f](#g) `m[0](x)` <img src="docs/demo">'
-    files, pages = f"{hatch_metadata.FILES}/v1", f"{hatch_metadata.PAGES}/v1"
-    expected = (
-        f'[![a](docs/x.png)]({pages}/docs/guide.md#b) [c](https://d.e) [f](#g) `m[0](x)` <img src="{files}/docs/demo">'
-    )
+    files, pages = f"{hatch_metadata.FILES}/v1/", f"{hatch_metadata.PAGES}/v1/"
+    text = '[![a](none.png)]({}docs/guide.md#b) [c](https://d.e) [f](#g) `m[0](x)` <img src="{}docs/demo">'
+    text, expected = text.format("", ""), text.format(pages, files)
     assert hatch_metadata.with_full_links(text, ROOT, "v1") == expected
     readme = hatch_metadata.with_full_links((ROOT / "README.md").read_text(encoding="utf-8"), ROOT, "v1")
     assert re.findall(r"\]\((?!https?://|#)\S*/\S*\)", readme) == []
