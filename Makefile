@@ -43,7 +43,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Installing compiles the CPU kernels.
-BUILT_FROM := pyproject.toml constraints.txt hatch_build.py src/vprop/kernels/cpu.c
+BUILT_FROM := pyproject.toml constraints.txt hatch_build.py hatch_metadata.py src/vprop/kernels/cpu.c
 
 $(VENV)/.lab: $(VENV)/bin/python $(BUILT_FROM)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lab]"

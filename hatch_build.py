@@ -86,6 +86,8 @@ def variants() -> dict[str, list[str]]:
 def compile_library(compiler: list[str], source: Path, target: Path, options: list[str]) -> str | None:
     """What went wrong, or ``None``. The target appears at once: a running program may have the old one open."""
     partial = target.with_suffix(f".{os.getpid()}.tmp")
+    if platform_tag().startswith("macosx_"):
+        options = [*options, f"-mmacosx-version-min={oldest_macos()}"]
     command = [*compiler, *FLAGS, *options, str(source), "-o", str(partial), "-lm"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -103,5 +105,16 @@ def compile_library(compiler: list[str], source: Path, target: Path, options: li
 
 def platform_tag() -> str:
     """Of the machine that compiles; a fat Python on macOS still compiles for one processor."""
-    name = sysconfig.get_platform().replace("universal2", platform.machine())
+    name = sysconfig.get_platform()
+    if name.startswith("macosx-"):
+        name = f"macosx-{oldest_macos()}-{platform.machine()}"
     return name.replace("-", "_").replace(".", "_")
+
+
+def oldest_macos() -> str:
+    """The version that ``$MACOSX_DEPLOYMENT_TARGET``, or else Python, asks for, as pip knows it: from 11 on N.0."""
+    wanted = os.environ.get("MACOSX_DEPLOYMENT_TARGET") or sysconfig.get_platform().split("-")[1]
+    major, minor = (int(number) for number in [*wanted.split("."), "0"][:2])
+    if major >= 11:
+        return f"{major}.0"
+    return "11.0" if platform.machine() == "arm64" else f"{major}.{minor}"  # no older system runs on these processors

@@ -127,7 +127,8 @@ def test_what_is_no_file_stays_what_it_is(tmp_path, make, number):
 def test_errors_name_the_file_that_was_asked_for(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         write_text(tmp_path / "missing" / "file", "new")
-    assert caught.value.filename == str(tmp_path / "missing" / "file")
+    assert caught.value.filename == str(tmp_path / "missing")
+    assert "There is no such folder; make it first" in str(caught.value)
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(NotADirectoryError) as caught:
         write_text(tmp_path / "file" / "file", "new")

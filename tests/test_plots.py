@@ -78,5 +78,5 @@ def test_without_matplotlib(monkeypatch):
         return original(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
-    with pytest.raises(ImportError, match=r'Drawing needs matplotlib: pip install "vprop\[plots\]"'):
+    with pytest.raises(ImportError, match="Drawing needs matplotlib: pip install matplotlib"):
         plots.risk_coverage(metrics.risk_coverage(torch.rand(3), torch.rand(3)))

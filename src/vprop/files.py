@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Its content is on the disk before it does, so that a crash of the process or of the machine leaves the old file or
     the new one. When the block ends by an exception the old file stays, and nothing is left beside it. The mode of an
     old file is kept; a new one has that of any new file. A link is followed to its target. Every ``OSError`` names
-    ``path``.
+    ``path``, or its folder where that is what is missing.
     """
     part: Path | None = None
     try:
@@ -106,5 +106,8 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _naming(error: OSError, path: Path) -> OSError:
-    """The same error about ``path``, of which alone the user knows."""
+    """The same error about ``path``, of which alone the user knows, or about its folder, if there is none."""
+    folder = Path(os.path.realpath(path)).parent
+    if error.errno == errno.ENOENT and not folder.exists():
+        return FileNotFoundError(errno.ENOENT, "There is no such folder; make it first", str(folder))
     return OSError(error.errno or errno.EIO, error.strerror or str(error), str(path))

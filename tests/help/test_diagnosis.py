@@ -201,6 +201,17 @@ def test_the_loss_of_a_constant(loss_fn, y, constant):
     assert losses.constant == (constant if constant is None else pytest.approx(constant, abs=1e-5))
 
 
+@pytest.mark.parametrize(("num_data", "rows", "found"), [(100, 12, True), (1, 12, False), (100, 1, False)])
+def test_a_loss_that_is_a_sum_is_named(num_data, rows, found):
+    """The sum over all data is the mean over one example that stands for all."""
+    model, (x, y) = make_model(), make_batch()
+    optimizer = Vario(model.parameters(), num_data=num_data, batch_size=1)
+    objective = Objective(model, nn.CrossEntropyLoss(reduction="sum"), x[:rows], y[:rows])
+    findings = [finding for finding in optimizer.diagnose(objective) if finding.symptom == "loss is a sum"]
+    assert len(findings) == found
+    assert all('reduction="mean"' in finding.remedy for finding in findings)
+
+
 def test_a_model_at_chance_level_is_named():
     model = make_model()
     optimizer = Vario(model.parameters(), num_data=100, batch_size=12)

@@ -21,7 +21,7 @@ def train(folder, model, optimizer, **changes):
 
 def test_an_old_version_is_named_with_the_command_that_upgrades_it(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda package: "4.45.2")
-    message = r"needs transformers >= 4\.46, but version 4\.45\.2 .*--upgrade 'vprop\[huggingface\]'"
+    message = r"needs transformers >= 4\.46, but version 4\.45\.2 .*pip install 'transformers>=4\.46'"
     with pytest.raises(ImportError, match=message):
         importlib.reload(vprop.integrations.huggingface)
 

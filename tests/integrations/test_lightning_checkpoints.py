@@ -173,9 +173,9 @@ def test_what_is_imported_is_in_use(imported, chosen, monkeypatch):
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
-        ({"lightning": "2.1.4"}, r"needs lightning >= 2\.2, but version 2\.1\.4 is installed.*--upgrade"),
+        ({"lightning": "2.1.4"}, r"needs lightning >= 2\.2, but version 2\.1\.4 is installed.*'lightning>=2\.2'"),
         ({"pytorch-lightning": "1.9"}, r"needs pytorch-lightning >= 2\.2, but version 1\.9 is installed"),
-        ({}, r"needs lightning >= 2\.2, which is not installed.*pip install 'vprop\[lightning\]'"),
+        ({}, r"needs lightning >= 2\.2, which is not installed.*pip install 'lightning>=2\.2'"),
     ],
 )
 def test_missing_and_old_packages_are_errors(installed, message, monkeypatch):

@@ -84,6 +84,25 @@ def test_plain_c_does_the_same(build):
     torch.testing.assert_close(out, portable_normal(3, 5003, Draw(2**40, 2, 3, 4)), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("python", "machine", "target", "tag"),
+    [
+        ("linux-x86_64", "x86_64", None, "linux_x86_64"),
+        ("macosx-10.13-universal2", "arm64", None, "macosx_11_0_arm64"),  # pip knows no older system there
+        ("macosx-10.13-universal2", "x86_64", None, "macosx_10_13_x86_64"),
+        ("macosx-14.0-arm64", "arm64", "13.3", "macosx_13_0_arm64"),
+        ("macosx-14-arm64", "arm64", None, "macosx_14_0_arm64"),
+    ],
+)
+def test_tags_that_pip_installs(build, monkeypatch, python, machine, target, tag):
+    monkeypatch.setattr(build.sysconfig, "get_platform", lambda: python)
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.delenv("MACOSX_DEPLOYMENT_TARGET", raising=False)
+    if target is not None:
+        monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", target)
+    assert build.platform_tag() == tag
+
+
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler --option", "true"])
 def test_without_a_compiler_the_wheel_is_pure(build, monkeypatch, compiler):
     (build.root / SOURCE).with_name("_cpu_default.so").write_text("of an earlier build")

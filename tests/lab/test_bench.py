@@ -22,7 +22,7 @@ from vprop.lab.bench.tensors import Tensors
 from vprop.lab.cli import app
 
 CPU = torch.device("cpu")
-TINY = ("--device", "cpu", "--threads", "1", "--quick", "--params", "2000", "--tensors", "3")
+TINY = ("--device", "cpu", "--threads", "1", "--short", "--params", "2000", "--tensors", "3")
 SPREAD = {"median", "low", "high", "least", "count"}
 
 
@@ -232,7 +232,7 @@ class TestMemory:
 class TestTrain:
     def test_the_command(self, tmp_path):
         path = tmp_path / "train.json"
-        arguments = ("--device", "cpu", "--threads", "1", "--quick", "--only", "Vprop default", "--only", "ivon")
+        arguments = ("--device", "cpu", "--threads", "1", "--short", "--only", "Vprop default", "--only", "ivon")
         done = bench("train", *arguments, "--json", path)
         assert done.exit_code == 0, done.output
         result = json.loads(path.read_text())
@@ -264,13 +264,13 @@ class TestTrain:
 
     def test_without_the_reference_there_are_no_ratios(self, monkeypatch):
         monkeypatch.setitem(train.CONTENDERS, train.REFERENCE, (torch.optim.SGD, {"lr": -1.0}, train.plain_loop))
-        fails(bench("train", "--device", "cpu", "--quick", "--only", "ivon"), "AdamW fused, which times are divided by")
+        fails(bench("train", "--device", "cpu", "--short", "--only", "ivon"), "AdamW fused, which times are divided by")
 
 
 class TestPredict:
     def test_the_command(self, tmp_path):
         path = tmp_path / "predict.json"
-        done = bench("predict", "--device", "cpu", "--threads", "1", "--quick", "--samples", "3", "--json", path)
+        done = bench("predict", "--device", "cpu", "--threads", "1", "--short", "--samples", "3", "--json", path)
         assert done.exit_code == 0, done.output
         result = json.loads(path.read_text())
         assert result["settings"] == {"samples": 3, "rounds": 2}
@@ -286,7 +286,7 @@ class TestPredict:
 
     @pytest.mark.parametrize("name", predict.CONTENDERS)
     def test_a_call_is_a_prediction_of_all_rows(self, name, monkeypatch):
-        case = next(predict.cases(CPU, quick=True))
+        case = next(predict.cases(CPU, short=True))
         rows = []
         case.model[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
         predict.CONTENDERS[name](case, 3)()
@@ -299,7 +299,7 @@ class TestPredict:
             raise RuntimeError("not this model")
 
         monkeypatch.setitem(predict.CONTENDERS, "linearized", refuse)
-        case = next(predict.cases(CPU, quick=True))
+        case = next(predict.cases(CPU, short=True))
         rows = predict.measure(case, [predict.REFERENCE, "linearized"], 2, 1, lambda words: None)
         assert rows[1] == {"name": "linearized", "available": False, "reason": f"{case.name}: not this model"}
         table = tables.cells({"predictions": [{"model": case.name, "params": 5, "rows": rows}]})
@@ -419,7 +419,7 @@ def test_on_a_gpu_the_time_is_that_between_events(monkeypatch):
 @pytest.mark.cuda
 class TestOnAGPU:
     def test_step(self, tmp_path):
-        arguments = ("--device", "cuda", "--quick", "--only", "RMSprop", "--only", "Vprop", "--sweep")
+        arguments = ("--device", "cuda", "--short", "--only", "RMSprop", "--only", "Vprop", "--sweep")
         assert bench("step", *arguments, "--json", tmp_path / "x.json").exit_code == 0
         result = json.loads((tmp_path / "x.json").read_text())
         row = next(row for row in result["rows"] if row["name"] == "Vprop fused CUDA graph closure")
@@ -433,7 +433,7 @@ class TestOnAGPU:
         assert row["steady"] == pytest.approx(1, abs=0.01)
 
     def test_train(self, tmp_path):
-        assert bench("train", "--device", "cuda", "--quick", "--json", tmp_path / "x.json").exit_code == 0
+        assert bench("train", "--device", "cuda", "--short", "--json", tmp_path / "x.json").exit_code == 0
         for model in json.loads((tmp_path / "x.json").read_text())["models"]:
             assert all(row["peak_bytes"] > 4 * model["params"] for row in model["rows"] if row["available"])
 

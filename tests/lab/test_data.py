@@ -517,7 +517,7 @@ def test_seed_out_of_range(seed):
 
 def test_breast_cancer_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"breast_cancer needs scikit-learn: pip install \"vprop\[lab\]\""):
+    with pytest.raises(DataError, match="breast_cancer needs scikit-learn: pip install scikit-learn"):
         data.load("breast_cancer")
 
 

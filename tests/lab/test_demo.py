@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
 import vprop
+from vprop.lab import entry
 from vprop.lab.cli import app
 
 
 def test_demo_writes_what_it_says(tmp_path):
-    result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / "new" / "folder")])
+    result = CliRunner().invoke(app, ["demo", "--short", "--out", str(tmp_path / "new" / "folder")])
     assert result.exit_code == 0, result.output
     assert "log-loss" in result.output
     assert "What the posterior gained:" in result.output
@@ -26,7 +29,7 @@ def test_demo_writes_what_it_says(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / "file" / "below")])
+    result = CliRunner().invoke(app, ["demo", "--short", "--out", str(tmp_path / "file" / "below")])
     assert result.exit_code != 0
     assert "cannot write to" in result.output
     assert "--out" in result.output
@@ -34,3 +37,15 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
 
 def test_version():
     assert CliRunner().invoke(app, ["version"]).output.strip() == vprop.__version__
+    assert CliRunner().invoke(app, ["--version"]).output.strip() == f"vprop {vprop.__version__}"
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "vprop.lab.cli")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["vprop", "demo"])
+    with pytest.raises(SystemExit, match=r'needs typer, which is not installed.*pip install "vprop\[lab\]"'):
+        entry.main()
+    monkeypatch.setattr(sys, "argv", ["vprop", "--version"])
+    entry.main()
+    assert capsys.readouterr().out == f"vprop {vprop.__version__}\n"

@@ -86,14 +86,17 @@ class TestEveryOptimizer:
         assert max(map(len, section.splitlines())) <= 120
 
     def test_another_name_is_an_error_as_in_python(self, info):
-        with pytest.raises(TypeError, match=rf"{info.name}\.__init__\(\) got an unexpected .* 'weight_decay'$"):
+        with pytest.raises(TypeError, match=rf"{info.name}\.__init__\(\) got an unexpected .* 'alpha'$"):
+            info.build(weights(), num_data=10, alpha=0.1)
+        with pytest.raises(TypeError, match=r"'weight_decay'\. .* pass prior_precision=weight_decay\*num_data"):
             info.build(weights(), num_data=10, weight_decay=0.1)
         with pytest.raises(TypeError, match=r"unexpected keyword argument 'hes_init'\. Did you mean 'hess_init'\?"):
             info.build(weights(), num_data=10, hes_init=0.1)
 
     def test_what_is_missing_is_named(self, info):
         names = " and ".join(repr(name) for name in ("num_data", *info.required))
-        with pytest.raises(TypeError, match=rf"{info.name}\.__init__\(\) missing \d required keyword-only .*: {names}"):
+        missing = rf"{info.name}\.__init__\(\) missing \d required keyword-only .*: {names}\. "
+        with pytest.raises(TypeError, match=missing + r"Pass num_data=len\(train_set\)"):
             info.constructor(weights())
         with pytest.raises(TypeError, match=rf"{info.name}\.__init__\(\) missing 1 required positional .* 'params'"):
             info.constructor(num_data=10, **info.required)

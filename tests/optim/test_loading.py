@@ -238,12 +238,12 @@ def test_groups_keep_exactly_their_keys(case, way):
 def test_a_distributed_checkpoint_loads_after_a_copy_a_resume_and_lr_find(tmp_path):
     model, optimizer = train(Vprop, num_data=50, steps=2)
     weights, state = get_state_dict(model, optimizer)
-    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     other, copied = copy.deepcopy(train(Vprop, num_data=50, steps=1))
     copied.load_state_dict(copied.state_dict())
     vprop.lr_find(copied, other, F.cross_entropy, [make_batch()], steps=10, lrs=[0.1])
     weights, state = get_state_dict(other, copied)
-    checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     set_state_dict(other, copied, model_state_dict=weights, optim_state_dict=state)
     assert_same_run((model, optimizer), (other, copied))
 
@@ -253,11 +253,11 @@ def test_a_distributed_checkpoint_from_before_methods_were_recorded(tmp_path):
     weights, state = get_state_dict(model, optimizer)
     for group in state["param_groups"]:
         del group["variational_method"]
-    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     other, resumed = train(Vprop, num_data=1, steps=1)
     weights, state = get_state_dict(other, resumed)
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, planner=planner)
     set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=state)
     assert_same_run((model, optimizer), (other, resumed))
     assert resumed.param_groups[0]["num_data"] == 50
@@ -267,10 +267,10 @@ def test_a_distributed_checkpoint_of_another_method_is_refused(tmp_path):
     """Vadam has no argument that IVON has not, so nothing but the recorded method tells them apart."""
     model, optimizer = train(IVON, num_data=50, steps=2)
     _, state = get_state_dict(model, optimizer)
-    checkpoint.save({"optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.save({"optimizer": state}, checkpoint_id=tmp_path)
     other, adam = train(Vadam, num_data=50, steps=1)
     _, state = get_state_dict(other, adam)
-    checkpoint.load({"optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load({"optimizer": state}, checkpoint_id=tmp_path)
     with pytest.raises(ValueError, match="this is a checkpoint of IVON, the optimizer is Vadam"):
         set_state_dict(other, adam, model_state_dict={}, optim_state_dict=state)
 

@@ -128,6 +128,13 @@ def _predictions(losses: Losses, settings: dict[str, Any], examples: int | None,
     """What data say of the model as a whole."""
     constant = losses.constant
     beside = "" if constant is None else f" (a constant's: {constant:.3g})"
+    if losses.is_sum and settings["num_data"] > 1:  # the sum over all data is the mean over one
+        yield Finding(
+            "loss is a sum",
+            None,
+            "The loss is a sum over the batch, and it counts num_data times: the posterior is too narrow.",
+            'Train with the mean: reduction="mean", which is torch\'s default.',
+        )
     if not losses.is_better_than_constant(NO_BETTER):
         remedy = advice.less_noise(settings, examples, is_network) or advice.another_lr()
         yield Finding(

@@ -33,6 +33,8 @@ class Losses:
     """Averaged over weights drawn from the posterior."""
     constant: float | None
     """Of the best prediction that is the same for every input; ``None`` where the loss is not known well enough."""
+    is_sum: bool = False
+    """Whether one of torch's losses added up the examples of a batch."""
 
     def __str__(self) -> str:
         constant = "" if self.constant is None else f", of a constant prediction {self.constant:.3g}"
@@ -57,7 +59,7 @@ class Losses:
 def compare_losses(posterior: Posterior, objectives: Iterable[Objective]) -> Losses:
     """Run mean and samples over the batches. The model is not changed; loaders are read once."""
     refuse_sharded(posterior.model, "diagnose(objective)")
-    totals, size, constant = [0.0] * (1 + SAMPLES), 0.0, _Constant()
+    totals, size, constant, is_sum = [0.0] * (1 + SAMPLES), 0.0, _Constant(), False
     for objective in objectives:
         models: Iterator[Callable[..., Any]] = chain(
             evaluating_replicas(posterior.model, posterior.buffers, [posterior._in_model_dtypes(posterior.mean)]),
@@ -68,6 +70,7 @@ def compare_losses(posterior: Posterior, objectives: Iterable[Objective]) -> Los
             with LossWatch() as watch:
                 loss = objective.loss_fn(call_model(model, objective.x), objective.y)
             call = watch.call_of(loss)
+            is_sum = is_sum or (watch.is_sum(loss) and batch_size_of(objective.y) > 1)
             if call is not None and call.reduction == "mean":
                 loss = call.result  # without factors and penalties, so that a constant's can be compared with it
             else:
@@ -84,7 +87,7 @@ def compare_losses(posterior: Posterior, objectives: Iterable[Objective]) -> Los
             "non-empty list of them, with labels that are not all ignored."
         )
     mean, *sampled = (total / size for total in totals)
-    return Losses(mean, sum(sampled) / len(sampled), constant.loss())
+    return Losses(mean, sum(sampled) / len(sampled), constant.loss(), is_sum)
 
 
 @dataclass

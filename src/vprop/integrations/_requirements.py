@@ -7,14 +7,12 @@ from importlib import metadata
 from torch.torch_version import TorchVersion
 
 
-def require(package: str, at_least: str, *, extra: str) -> None:
-    """Refuse to go on without ``package`` in a version of ``at_least`` or newer, which ``vprop[extra]`` installs."""
-    needs = f"This part of vprop needs {package} >= {at_least}"
+def require(package: str, at_least: str) -> None:
+    """Refuse to go on without ``package`` in a version of ``at_least`` or newer."""
+    needs, command = f"This part of vprop needs {package} >= {at_least}", f"pip install '{package}>={at_least}'"
     try:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise ImportError(f"{needs}, which is not installed. Install it with: pip install 'vprop[{extra}]'") from None
+        raise ImportError(f"{needs}, which is not installed. Install it with: {command}") from None
     if TorchVersion(installed) < at_least:
-        raise ImportError(
-            f"{needs}, but version {installed} is installed. Upgrade it with: pip install --upgrade 'vprop[{extra}]'"
-        )
+        raise ImportError(f"{needs}, but version {installed} is installed. Upgrade it with: {command}")

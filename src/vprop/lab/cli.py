@@ -6,10 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-try:
-    import typer
-except ImportError:
-    sys.exit('The vprop command needs the lab extra: pip install "vprop[lab]"')
+import typer
 
 import vprop
 from vprop.lab.bench import commands as bench_commands
@@ -24,15 +21,25 @@ app.command()(reproduce)
 app.add_typer(comparison_commands.app, name="compare")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vprop {vprop.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _describe() -> None:
+def _describe(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and end.")
+    ] = False,
+) -> None:
     """PyTorch optimizers that perform Gaussian variational inference."""
 
 
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the plots and demo.json.")] = Path("out"),
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps only, to see that it runs.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="A few steps only, to see that it runs.")] = False,
 ) -> None:
     """What a posterior adds: a regression with error bars, and a digit classifier that knows what it does not know."""
     from vprop.lab.demo import run
@@ -43,7 +50,7 @@ def demo(
         raise typer.BadParameter(
             f"cannot write to {out}: {error.strerror}. Choose another folder with --out."
         ) from error
-    run(out, quick=quick)
+    run(out, quick=short)
 
 
 @app.command()

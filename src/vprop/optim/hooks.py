@@ -32,6 +32,13 @@ class _Hook:
     def _optimizer_of(self, module: nn.Module) -> TrainingLoops | None:
         return self._optimizer() if module is self._model() else None
 
+    @property
+    def __name__(self) -> str:  # torch.jit.script asks hooks for it, and has no other place for a message
+        raise AttributeError(
+            "torch.jit.script cannot compile a model that is attached to an optimizer of vprop. Detach it first, "
+            "with what optimizer.attach(model) returned: handle.remove()."
+        )
+
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return type(self), ()
 
@@ -62,7 +69,7 @@ class _AfterForward(_Hook):
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
         """Evaluation mode: the sample comes back. Training mode: if the forward raised there will be no backward."""
         optimizer = self._optimizer_of(module)
-        if optimizer is None:
+        if optimizer is None or is_captured():  # then nothing was done before it
             return
         if not module.training:
             optimizer._after_evaluation()
@@ -109,6 +116,11 @@ class _BeforeLoadStateDict(_Hook):
         optimizer = self._optimizer_of(module)
         if optimizer is not None:
             optimizer._leave_attached_sample()
+
+
+def is_captured() -> bool:
+    """Whether torch.jit.trace or torch.export is writing down what the model does."""
+    return torch._C._is_tracing() or torch.compiler.is_compiling()
 
 
 def _inside_backward() -> bool:

@@ -19,7 +19,7 @@ from vprop.objective import Objective
 from vprop.optim import refusals
 from vprop.optim.checkpoints import is_asked_for_state
 from vprop.optim.closures import mean_result
-from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached
+from vprop.optim.hooks import Attachment, CheckpointGuard, is_attached, is_captured
 from vprop.optim.old_gradients import ClosureWatch
 from vprop.optim.resolution import Resolution
 from vprop.optim.sampling import Holder, Sampling, forget_casts, gradient_marks, note_hooks, was_idle
@@ -343,6 +343,9 @@ class TrainingLoops(Optimizer):
         ``load_state_dict()`` of the model. Returns a handle whose ``remove()`` detaches. An optimizer that was
         attached to the model before is detached, if it has parameters in common with this one.
 
+        A loop makes one forward and one backward in a step, so there is one sample: ``mc_samples`` must be 1 (or 0, the
+        mean). For more, pass a closure to :meth:`step`, which calls it once per sample.
+
         Between a forward and :meth:`step` the weights hold the sample. After an interrupt there,
         :meth:`discard_samples` puts the mean back; so does the end of the optimizer's life. Gradients of an evaluation
         between a forward and its backward cannot be had: use ``torch.no_grad()``.
@@ -378,6 +381,8 @@ class TrainingLoops(Optimizer):
         sampling = self._sampling
         if sampling.holder is Holder.CALLER:
             return
+        if is_captured() and (training or sampling.holder is not None):
+            refusals.refuse_capture()
         if not training:
             self._make_room_for_evaluation("A forward of the attached model in evaluation mode")
             return

@@ -105,6 +105,15 @@ def refuse_sharded_evaluation(what: str) -> None:
     )
 
 
+def refuse_capture() -> None:
+    """An error: what torch.jit.trace or torch.export would write down has a sample in it."""
+    raise RuntimeError(
+        "torch.jit.trace and torch.export cannot take down a model that is attached to an optimizer while it trains: "
+        "its weights are a sample, or would become one. Detach it first, with what optimizer.attach(model) returned: "
+        "handle.remove(). Or do it after optimizer.step(), in evaluation mode: model.eval()."
+    )
+
+
 REPEATED_BLOCK = (
     "`with optimizer.sampled_params():` gives the same sample until step(), so this block sees the weights "
     "of the last one, in which there was no backward. For evaluation use "

@@ -63,7 +63,7 @@ def pictures() -> Iterator[None]:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError('Drawing needs matplotlib: pip install "vprop[plots]".') from error
+        raise ImportError("Drawing needs matplotlib: pip install matplotlib") from error
     with matplotlib.rc_context(LOOK):
         yield
 

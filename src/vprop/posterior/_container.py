@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -134,11 +135,10 @@ def _as_os_error(error: Exception) -> Exception:
 
 
 def _safetensors() -> Any:
-    """The package, which is optional."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            'Saving and loading a posterior needs safetensors: pip install "vprop[safetensors]".'
-        ) from error
+    """The package, which is optional, as is NumPy, without which it takes no tensors."""
+    for package in ("safetensors", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"Saving and loading a posterior needs {package}: pip install {package}")
+    import safetensors.torch
+
     return safetensors

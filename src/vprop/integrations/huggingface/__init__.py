@@ -11,7 +11,7 @@ or ``variational_optimizer(optimizer).attach(model)`` after it.
 
 from vprop.integrations._requirements import require
 
-require("transformers", "4.46", extra="huggingface")  # before the imports that need it
+require("transformers", "4.46")  # before the imports that need it
 
 from vprop.integrations.huggingface._callback import PosteriorCallback  # noqa: E402
 from vprop.integrations.huggingface._optimizer import variational_optimizer  # noqa: E402

@@ -16,7 +16,7 @@ def modules_in_use() -> list[str]:
     chosen = [module for module in PACKAGES if module in sys.modules]
     chosen = chosen or [module for module, package in PACKAGES.items() if _is_installed(package)][:1]
     for package in [PACKAGES[module] for module in chosen] or ["lightning"]:
-        require(package, "2.2", extra="lightning")
+        require(package, "2.2")
     return chosen
 
 

@@ -2,7 +2,7 @@
 
 from vprop.integrations._requirements import require
 
-require("scikit-learn", "1.6", extra="sklearn")
+require("scikit-learn", "1.6")
 
 from vprop.integrations.sklearn.classifier import BayesianMLPClassifier  # noqa: E402
 from vprop.integrations.sklearn.logistic import BayesianLogisticRegression  # noqa: E402

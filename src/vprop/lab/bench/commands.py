@@ -46,7 +46,7 @@ ParamsOption = Annotated[
     float | None, typer.Option(help="Number of parameters, e.g. 12.6e6 (the default on a CPU; 1.007e9 on a GPU).")
 ]
 TensorsOption = Annotated[int | None, typer.Option(help="Number of tensors (12 on a CPU; 120 on a GPU).")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Small sizes and few repeats, to see that it runs.")]
+ShortOption = Annotated[bool, typer.Option("--short", help="Small sizes and few repeats, to see that it runs.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch on the CPU.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="File for the result.")]
 OnlyOption = Annotated[
@@ -59,7 +59,7 @@ def step(
     device: DeviceOption = None,
     params: ParamsOption = None,
     tensors: TensorsOption = None,
-    quick: QuickOption = False,
+    short: ShortOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     only: OnlyOption = None,
@@ -74,15 +74,15 @@ def step(
         from vprop.lab.bench.step import sweep as measure_sweep
         from vprop.lab.bench.tensors import Tensors
 
-        chosen, (size, count) = choose(only or []), _size(place, params, tensors, quick)
-        budget = 0.02 if quick else budget
+        chosen, (size, count) = choose(only or []), _size(place, params, tensors, short)
+        budget = 0.02 if short else budget
         on = Tensors(size, count, place)
         result["settings"] = {"params": on.numel, "tensors": count, "dtype": "float32", "budget": budget}
         result["rows"], result["copy"] = measure(chosen, on, budget, report)
         del on
         if sweep:
-            most, many = (1e5, 100) if quick else (1e9 if place.type == "cuda" else 3e7, 10_000)
-            fixed = 1e5 if quick else 1e8 if place.type == "cuda" else 12.6e6
+            most, many = (1e5, 100) if short else (1e9 if place.type == "cuda" else 3e7, 10_000)
+            fixed = 1e5 if short else 1e8 if place.type == "cuda" else 12.6e6
             along = {
                 "parameters": [(params, count) for params in sizes(1e4, most)],
                 "tensors": [(fixed, int(number)) for number in sizes(1, many)],
@@ -97,7 +97,7 @@ def memory(
     device: DeviceOption = None,
     params: ParamsOption = None,
     tensors: TensorsOption = None,
-    quick: QuickOption = False,
+    short: ShortOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     only: OnlyOption = None,
@@ -107,7 +107,7 @@ def memory(
         from vprop.lab.bench.contenders import MEASURED, choose
         from vprop.lab.bench.memory import measure
 
-        chosen, (size, count) = choose(only or [], MEASURED), _size(place, params, tensors, quick, small=1e6)
+        chosen, (size, count) = choose(only or [], MEASURED), _size(place, params, tensors, short, small=1e6)
         result["settings"] = {"params": size, "tensors": count, "dtype": "float32"}
         result["rows"] = measure(chosen, size, count, place, report)
 
@@ -117,7 +117,7 @@ def train(
     device: DeviceOption = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="How often it is each contender's turn.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps that are timed in a row.")] = None,
-    quick: QuickOption = False,
+    short: ShortOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     only: OnlyOption = None,
@@ -129,10 +129,10 @@ def train(
         from vprop.lab.bench.train import choose, measure
 
         names, on_gpu = choose(only or []), place.type == "cuda"
-        rounds, steps = rounds or (2 if quick else 10), steps or (1 if quick or not on_gpu else 5)
+        rounds, steps = rounds or (2 if short else 10), steps or (1 if short or not on_gpu else 5)
         result |= {"settings": {"rounds": rounds, "steps": steps, "autocast": on_gpu}, "models": []}
         for kind, make in TASKS.items():
-            task, batch = make("usual" if on_gpu and not quick else "tiny" if quick else "small", place)
+            task, batch = make("usual" if on_gpu and not short else "tiny" if short else "small", place)
             count = sum(p.numel() for p in task.parameters())
             rows = measure(task, names, rounds, steps, report)
             result["models"].append({"model": kind, "params": count, "batch": batch, "rows": rows})
@@ -145,7 +145,7 @@ def predict(
     device: DeviceOption = None,
     samples: Annotated[int, typer.Option(min=1, help="Draws of the weights in a prediction.")] = 32,
     rounds: Annotated[int | None, typer.Option(min=1, help="How often it is each contender's turn.")] = None,
-    quick: QuickOption = False,
+    short: ShortOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     only: OnlyOption = None,
@@ -155,9 +155,9 @@ def predict(
         from vprop.lab.bench.predict import cases, choose, measure
         from vprop.lab.bench.step import clean_up
 
-        names, rounds = choose(only or []), rounds or (2 if quick else 9)
+        names, rounds = choose(only or []), rounds or (2 if short else 9)
         result |= {"settings": {"samples": samples, "rounds": rounds}, "predictions": []}
-        for case in cases(place, quick):
+        for case in cases(place, short):
             rows = measure(case, names, samples, rounds, report)
             count = sum(p.numel() for p in case.model.parameters())
             result["predictions"].append({"model": case.name, "params": count, "rows": rows})
@@ -199,7 +199,7 @@ def plot(
         try:
             from vprop.lab.bench.plot import draw
         except ImportError as error:
-            raise BenchError(f'Plots need {error.name}: pip install "vprop[lab]".') from error
+            raise BenchError(f"Plots need {error.name}: pip install {error.name}") from error
         require_writable(out)
         for path, result in results.items():
             for made in draw(result, out, path.stem):
@@ -262,12 +262,12 @@ def _measuring(
 
 
 def _size(
-    place: torch.device, params: float | None, tensors: int | None, quick: bool, small: float = 1e5
+    place: torch.device, params: float | None, tensors: int | None, short: bool, small: float = 1e5
 ) -> tuple[float, int]:
     """Parameters and tensors, with defaults for the device."""
     from vprop.lab.bench.errors import BenchError
 
-    usual = (small, 4) if quick else (1.007e9, 120) if place.type == "cuda" else (12.6e6, 12)
+    usual = (small, 4) if short else (1.007e9, 120) if place.type == "cuda" else (12.6e6, 12)
     size, count = params if params is not None else usual[0], tensors if tensors is not None else usual[1]
     if count < 1:
         raise BenchError(f"Invalid --tensors {count}: must be at least 1.")

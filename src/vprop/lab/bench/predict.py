@@ -36,7 +36,7 @@ class Case(NamedTuple):
         return vprop.Vprop(self.model.parameters(), num_data=1e6).posterior(self.model, likelihood="categorical")
 
 
-def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+def cases(device: torch.device, short: bool) -> Iterator[Case]:
     """From a few thousand weights to as many as the device is for, with one example and with many."""
     on_gpu = device.type == "cuda"
     sizes = {"small MLP": (20, 50, 3), "MLP": (784, 400, 10)} | ({"wide MLP": (784, 4096, 10)} if on_gpu else {})
@@ -45,13 +45,13 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         with device:
             layers = [nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
             model = nn.Sequential(*layers, nn.Linear(width, outputs)).eval()
-            for rows in (1, 8) if quick else (1, 32, 256):
+            for rows in (1, 8) if short else (1, 32, 256):
                 yield Case(f"{name}, {rows} rows", model, torch.randn(rows, inputs))
     torch.manual_seed(0)
     with device:
-        resnet = ResNet((1, 1) if quick else (3, 4, 6, 3) if on_gpu else (2, 2, 2, 2), 64 if on_gpu else 8, 10).eval()
+        resnet = ResNet((1, 1) if short else (3, 4, 6, 3) if on_gpu else (2, 2, 2, 2), 64 if on_gpu else 8, 10).eval()
         yield Case(
-            "ResNet", resnet, torch.randn(2 if quick else 64 if on_gpu else 16, 3, *(2 * (64 if on_gpu else 32,)))
+            "ResNet", resnet, torch.randn(2 if short else 64 if on_gpu else 16, 3, *(2 * (64 if on_gpu else 32,)))
         )
 
 

@@ -90,7 +90,7 @@ def _should_sample(spec: TableSpec, request: ComparisonRequest, console: Console
     if nuts.load(request.results, spec, _fingerprint(spec, request)) is not None:
         return False
     if not nuts.installed():
-        note = f'Note: {spec.name} without NUTS, which needs NumPyro: pip install "vprop[nuts]".'
+        note = f"Note: {spec.name} without NUTS, which needs NumPyro: pip install numpyro"
         console.print(note, style="yellow", soft_wrap=True, markup=False)
     return nuts.installed()
 

@@ -110,8 +110,8 @@ def require() -> None:
     """Say what to install."""
     if not installed():
         raise UsageError(
-            'NUTS needs NumPyro, which is not installed: pip install "vprop[nuts]". The tables can be redrawn without '
-            "it, from the results that are stored."
+            "NUTS needs NumPyro, which is not installed: pip install numpyro. The tables can be redrawn without it, "
+            "from the results that are stored."
         )
 
 

@@ -92,7 +92,7 @@ def scikit_learn(name: str) -> Any:
     try:
         return import_module("sklearn.datasets")
     except ImportError as error:
-        raise DataError(f'The data set {name} needs scikit-learn: pip install "vprop[lab]".') from error
+        raise DataError(f"The data set {name} needs scikit-learn: pip install scikit-learn") from error
 
 
 def _halves(count: int, seed: int) -> tuple[Tensor, Tensor]:

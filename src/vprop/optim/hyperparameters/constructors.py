@@ -21,6 +21,17 @@ PARAMS += "group, except ``mc_samples``, which all groups share."
 
 Class = TypeVar("Class", bound=type)
 
+_ELSEWHERE = {
+    "weight_decay": "The prior does its work: pass prior_precision=weight_decay*num_data.",
+    "momentum": "Pass betas=(momentum, decay of the curvature).",
+    "eps": "The prior keeps the curvature away from zero: leave eps out.",
+    "ess": "Pass num_data=len(train_set), which is what it is without temperature (ess = num_data/temperature).",
+}
+"""Arguments of other optimizers, and what to write for them here."""
+
+_EXAMPLES = {"num_data": "num_data=len(train_set)", "batch_size": "batch_size=loader.batch_size"}
+"""Of arguments that must be given."""
+
 
 def with_hyperparameters(**changes: dict[str, Any]) -> Callable[[Class], Class]:
     """Complete a class whose ``__init__(self, params, lr=..., **hyperparameters: Unpack[Arguments])`` names them.
@@ -67,17 +78,21 @@ def _constructor(init: Callable[..., None], own: dict[str, Hyperparameter]) -> C
 
 
 def _check_names(constructor: str, own: dict[str, Hyperparameter], given: dict[str, Any]) -> None:
-    """Refuse names as Python does."""
+    """Refuse names as Python does, and say what to write instead."""
     for name in given:
         if name not in own and name != "params":
             meant = difflib.get_close_matches(name.lower(), own, n=1)
             hint = f". Did you mean {meant[0]!r}?" if meant else ""
+            if name in _ELSEWHERE:
+                hint = f". {_ELSEWHERE[name]}"
             raise TypeError(f"{constructor}() got an unexpected keyword argument {name!r}{hint}")
-    missing = [repr(name) for name, declared in own.items() if declared.default is REQUIRED and name not in given]
+    missing = [name for name, declared in own.items() if declared.default is REQUIRED and name not in given]
     if missing:
         what = "argument" if len(missing) == 1 else "arguments"
-        names = " and ".join(missing)
-        raise TypeError(f"{constructor}() missing {len(missing)} required keyword-only {what}: {names}")
+        names = " and ".join(map(repr, missing))
+        examples = [_EXAMPLES[name] for name in missing if name in _EXAMPLES]
+        hint = f". Pass {', '.join(examples)}." if examples else ""
+        raise TypeError(f"{constructor}() missing {len(missing)} required keyword-only {what}: {names}{hint}")
 
 
 def _with_arguments(doc: str | None, own: dict[str, Hyperparameter]) -> str | None:
