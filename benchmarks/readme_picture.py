@@ -13,11 +13,12 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 
+from vprop.plots import style
+from vprop.plots.style import BLACK, BLUE, GREY
+
 ROOT = Path(__file__).parents[1]
-BLUE, GREY = "#2166ac", "#555555"
 
 
 def names_of_the_snippet() -> dict[str, Any]:
@@ -33,18 +34,15 @@ def draw(names: dict[str, Any], path: Path) -> None:
     grid = torch.linspace(-3, 3, 241)[:, None]
     prediction = names["posterior"].predict(grid, num_samples=200)
     mean, std, x = prediction.mean[:, 0], prediction.std[:, 0], grid[:, 0]
-    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    axes.fill_between(x, mean - 2 * std, mean + 2 * std, color=BLUE, alpha=0.25, linewidth=0)
-    axes.plot(x, mean, color=BLUE)
-    axes.plot(x, torch.sin(1.5 * x), color=GREY, linestyle="--", linewidth=1)
-    axes.plot(names["x"], names["y"], "o", color="black", markersize=2.5)
-    axes.text(-2.95, 1.75, "prediction ± 2σ", color=BLUE)
-    axes.text(-2.35, 0.95, "sin 1.5x", color=GREY)
-    axes.text(1.1, 1.3, "60 points", color="black")
-    axes.set(xlim=(-3, 3), ylim=(-2, 2), xlabel="x", ylabel="y")
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    with style.figure(path, figsize=(7, 3.4)) as axes:
+        axes.fill_between(x, mean - 2 * std, mean + 2 * std, color=BLUE, alpha=0.25, linewidth=0)
+        axes.plot(x, mean, color=BLUE)
+        axes.plot(x, torch.sin(1.5 * x), color=GREY, linestyle="--", linewidth=1)
+        axes.plot(names["x"], names["y"], "o", color=BLACK, markersize=2.5)
+        axes.text(-2.95, 1.75, "prediction ± 2σ", color=BLUE)
+        axes.text(-2.35, 0.95, "sin 1.5x", color=GREY)
+        axes.text(1.1, 1.3, "60 points", color=BLACK)
+        axes.set(xlim=(-3, 3), ylim=(-2, 2), xlabel="x", ylabel="y")
 
 
 if __name__ == "__main__":

@@ -169,10 +169,6 @@ def test_nothing_of_ours_is_installed_from_where_there_is_no_package(path):
     assert not re.findall(r'pip install "?vprop(?! @ git).*', path.read_text())
 
 
-PROMISED = ("deep.md", "gallery.md", "index.md", "guides/", "reference/")
-"""Pages of docs that may be missing in a checkout: they are made apart. The check of the site finds dead links."""
-
-
 @pytest.mark.parametrize(
     "path",
     [
@@ -185,16 +181,11 @@ def test_links_lead_somewhere(path):
     """To files, and to headings of pages."""
     for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", without_code(path.read_text())):
         file = (path.parent / target) if target else path
-        if target.startswith(("http:", "https:")) or (not file.exists() and is_promised(file)):
+        if target.startswith(("http:", "https:")):
             continue
         assert file.exists(), target
         if heading:
             assert heading in headings(file.read_text()), f"{target}#{heading}"
-
-
-def is_promised(file):
-    docs = ROOT / "docs"
-    return file.resolve().is_relative_to(docs) and str(file.resolve().relative_to(docs)).startswith(PROMISED)
 
 
 def without_code(text):

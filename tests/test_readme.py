@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import vprop
-from tests.figures import measured_on_networks, shown_of_networks
+from tests.figures import measured_on_deep_networks, measured_on_networks, shown_of_networks
 from tests.pages import blocks_of
 
 ROOT = Path(__file__).parents[1]
@@ -46,5 +46,5 @@ def test_both_sides_of_the_diff_run(side):
 
 def test_the_figures_of_networks_are_those_of_the_committed_runs():
     shown = shown_of_networks(README)
-    assert len(shown) >= 6
-    assert set(shown) <= measured_on_networks()
+    assert len(shown) >= 8
+    assert set(shown) <= measured_on_networks() | measured_on_deep_networks()

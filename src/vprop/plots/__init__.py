@@ -1,4 +1,4 @@
-"""Pictures, with matplotlib: ``pip install "vprop[plots]"``.
+"""Pictures, with matplotlib (``pip install matplotlib``).
 
 :mod:`vprop.plots.scores` draws what :mod:`vprop.metrics` measures; its functions are here, too. Each draws into the
 ``axes`` it is given, or into new ones, and returns them. :mod:`vprop.plots.style` is how all pictures of this project
