@@ -68,15 +68,15 @@ class DrawMasks:
 
 
 class Dropping:
-    """A replica whose dropout layers are active when it is called."""
+    """A model whose dropout layers are active when it is called."""
 
-    def __init__(self, replica: Replica, masks: Masks) -> None:
-        self._replica, self._masks = replica, masks
+    def __init__(self, model: nn.Module | Replica, masks: Masks) -> None:
+        self._model, self._masks = model, masks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward with the next masks."""
-        with dropping(self._replica, self._masks):
-            return self._replica(*args, **kwargs)
+        with dropping(self._model, self._masks):
+            return self._model(*args, **kwargs)
 
 
 def masks_of(posteriors: Iterable[Posterior], seed: int, dropout: bool) -> DrawMasks | None:
