@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from vprop.lab.deep import contenders
+from vprop.lab.deep import contenders, results
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
 from vprop.lab.deep.pool import TimedPool
 from vprop.lab.deep.protocol import Bench
@@ -145,6 +145,23 @@ def test_a_task_can_take_the_settings_of_another(tmp_path):
     assert {run.task.name for run in runs} == {"cifar10-40"}
     assert [run.key for run in runs] == [run.key for run in place.tuning(BY_NAME["cifar10-40"], one)]
     assert {(run.part, run.seed) for run in runs} == {("tuning", 100)}
+
+
+def test_a_posterior_with_dropout_is_judged_with_masks_and_without(tmp_path):
+    """Runs from before that are not mixed with others, whose "averaged" means something else."""
+    place, one, task = bench(tmp_path), contenders.BY_NAME["vario"], SHORT[1]
+    setting = next(setting for setting in one.grid(task) if "dropout" in setting)
+    job = place.run(task, one, setting, 0, "final")
+    new = job.execute()
+    assert list(new["scores"]) == ["mean", "averaged", "unmasked"]
+    assert len({scores["nll"] for scores in new["scores"].values()}) == 3
+    old = {**new, "scores": {kind: new["scores"][kind] for kind in ("mean", "averaged")}}
+    store = Store(tmp_path / "runs")
+    for seed in (1, 2):
+        store.save(place.run(task, one, setting, seed, "final").key, old)
+    assert [run.seed for run, _ in results._runs(task, one, setting, place, store)] == [1, 2]
+    store.save(job.key, new)
+    assert [run.seed for run, _ in results._runs(task, one, setting, place, store)] == [0]
 
 
 # -- the pool --------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_a_draw_is_used_with_both_statistics_of_batch_norm():
             made.append(forward)
             yield forward
 
-    found = predictions.averaged_by_kind(draws.of_both_kinds(drawn(), statistics), {"test": x}, {"test": y}, rows=7)
+    found = predictions.averaged_by_kind(draws.of_all_kinds(drawn(), statistics), {"test": x}, {"test": y}, rows=7)
     assert len(made) == 3
     for kind, how in (("running", {}), ("averaged", {"batch_norm": iter(x[:20].split(10))})):
         expected = ours.predict(x, 3, **how).samples.double().softmax(-1).mean(0)
@@ -97,10 +97,28 @@ def test_a_draw_is_used_with_both_statistics_of_batch_norm():
     assert (found["running"]["test"].probs - found["averaged"]["test"].probs).abs().max() > 0.01
     # a package that writes draws into the model, whose own statistics come back
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    kinds = [kind for kind, _ in draws.of_both_kinds(draws.peer(optimizer, model, 2), statistics)]
+    kinds = [kind for kind, _ in draws.of_all_kinds(draws.peer(optimizer, model, 2), statistics)]
     assert kinds == ["running", "averaged"] * 2
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-    assert [kind for kind, _ in draws.of_both_kinds(posterior().sampled_models(2), statistics)] == ["averaged"] * 2
+    assert [kind for kind, _ in draws.of_all_kinds(posterior().sampled_models(2), statistics)] == ["averaged"] * 2
+
+
+def test_a_draw_is_used_with_masks_and_without():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    ours, (x, y) = vprop.Vprop(model.parameters(), num_data=20).posterior(model), data()
+    batches = x[:20].split(10)
+    drawn = draws.of_all_kinds(ours.sampled_models(3), draws.Statistics(lambda: batches), dropout=True)
+    found = predictions.averaged_by_kind(drawn, {"test": x}, {"test": y}, rows=7)
+    parts = x.split(7)  # masks differ from batch to batch
+    for kind, how in (
+        ("unmasked", {"batch_norm": iter(batches)}),
+        ("running", {"dropout": True}),
+        ("averaged", {"batch_norm": iter(batches), "dropout": True}),
+    ):
+        expected = ours.predict(iter(parts), 3, **how).samples.double().softmax(-1).mean(0)
+        torch.testing.assert_close(found[kind]["test"].probs, expected, rtol=1e-5, atol=1e-6)
+    assert (found["unmasked"]["test"].probs - found["averaged"]["test"].probs).abs().max() > 0.01
 
 
 def averages(seed, count=40):

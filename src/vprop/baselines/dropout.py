@@ -11,8 +11,7 @@ from vprop.checks import check_model, check_num_samples, check_seed
 from vprop.likelihood import Likelihood
 from vprop.objective import call_model
 from vprop.posterior import Prediction
-
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+from vprop.posterior.predictive.dropout import dropout_layers
 
 
 class MCDropout:
@@ -24,7 +23,7 @@ class MCDropout:
 
     def __init__(self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float = 1.0) -> None:
         check_model(model, "MCDropout(model)")
-        if not any(isinstance(module, _DROPOUT) for module in model.modules()):
+        if not dropout_layers(model):
             raise ValueError(
                 "MCDropout needs a model with dropout layers (nn.Dropout, …): without them nothing varies."
             )
@@ -40,9 +39,8 @@ class MCDropout:
         devices = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
         try:
             self.model.eval()
-            for module in self.model.modules():
-                if isinstance(module, _DROPOUT):
-                    module.train()
+            for layer in dropout_layers(self.model):
+                layer.train()
             with torch.random.fork_rng(devices=devices):
                 # torch.manual_seed would seed all devices, also those that are not put back.
                 torch.random.default_generator.manual_seed(seed)

@@ -60,17 +60,18 @@ def held_out_predictions(
     where: str,
     *,
     batch_norm: Any = None,
+    dropout: bool = False,
     check: bool = True,
 ) -> tuple[Prediction, Tensor]:
     """The prediction for all batches together, with their targets; with ``check``, both fit and are finite."""
     check_num_samples(num_samples)
     check_seed(seed)
     noise = posterior.noise_variance if posterior.likelihood == "gaussian" else None
-    if batch_norm is None:
+    if batch_norm is None and dropout is False:
         parts = [(posterior.predict(x, num_samples, seed), y) for x, y in batches]
-    else:  # all in one, so that statistics are estimated once for each draw
+    else:  # all in one: statistics are estimated once for each draw, and each batch has masks of its own
         pairs = list(batches)
-        whole = posterior.predict(iter(pairs), num_samples, seed, batch_norm=batch_norm)
+        whole = posterior.predict(iter(pairs), num_samples, seed, batch_norm=batch_norm, dropout=dropout)
         y = torch.cat([targets for _, targets in pairs])
         parts = [(Prediction(whole.samples.to(y.device), whole.likelihood, noise), y)]
     for prediction, y in parts if check else []:

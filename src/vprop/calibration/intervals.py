@@ -41,6 +41,7 @@ class ConformalIntervals:
     num_samples: int = field(default=32, repr=False)
     seed: int = field(default=0, repr=False)
     batch_norm: Any = field(default=None, repr=False, compare=False)
+    dropout: bool = field(default=False, repr=False)
 
     @classmethod
     def fit(cls, mean: Tensor, std: Tensor, y: Tensor, level: float = 0.9) -> ConformalIntervals:
@@ -66,7 +67,8 @@ class ConformalIntervals:
                 "These intervals were made of means and standard deviations, and know no posterior. Use "
                 "intervals.of(mean, std), or make them with conformal_intervals(posterior, x, y)."
             )
-        prediction = self.posterior.predict(x, self.num_samples, self.seed, batch_norm=self.batch_norm)
+        how: Any = {"batch_norm": self.batch_norm, "dropout": self.dropout}
+        prediction = self.posterior.predict(x, self.num_samples, self.seed, **how)
         return self.of(prediction.mean, prediction.variance.sqrt())
 
 
@@ -79,12 +81,14 @@ def conformal_intervals(
     num_samples: int = 32,
     seed: int = 0,
     batch_norm: Any = None,
+    dropout: bool = False,
 ) -> ConformalIntervals:
     """Intervals that hold the target with probability ``level``, calibrated on held-out data.
 
     ``data`` are inputs with targets ``y``, or a loader of pairs; neither the training data nor the test data. At least
     level/(1−level) of them, and some hundred for a coverage close to ``level`` in this calibration set and not only on
-    average. ``batch_norm`` is that of ``posterior.predict``, here and in predictions. See :class:`ConformalIntervals`.
+    average. ``batch_norm`` and ``dropout`` are those of ``posterior.predict``, here and in predictions. See
+    :class:`ConformalIntervals`.
 
     >>> import torch, vprop
     >>> model, x = torch.nn.Linear(2, 1), torch.randn(100, 2)
@@ -97,12 +101,12 @@ def conformal_intervals(
     """
     where = "conformal_intervals"
     check_level(level)
-    inputs = training_inputs(batch_norm)
+    how: Any = {"batch_norm": training_inputs(batch_norm), "dropout": dropout}
     batches = held_out_batches(posterior, data, y, where)
     check_kind(posterior, ("gaussian", "heteroscedastic"), where)
-    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where, batch_norm=inputs)
+    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where, **how)
     fitted = ConformalIntervals.fit(prediction.mean, prediction.variance.sqrt(), targets, level)
-    return ConformalIntervals(level, fitted.threshold, fitted.examples, posterior, num_samples, seed, inputs)
+    return ConformalIntervals(level, fitted.threshold, fitted.examples, posterior, num_samples, seed, **how)
 
 
 def _check_shapes(mean: Tensor, std: Tensor, y: Tensor) -> None:

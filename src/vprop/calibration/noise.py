@@ -23,6 +23,7 @@ def fit_noise_scale(
     num_samples: int = 32,
     seed: int = 0,
     batch_norm: Any = None,
+    dropout: bool = False,
 ) -> CalibrationFit[AnyPosterior]:
     """The scale c of the observations' noise that makes held-out targets most likely, for a regression.
 
@@ -32,7 +33,7 @@ def fit_noise_scale(
     more closely than others, so that noise which it learned from them is too small: this mends it. The posterior's
     ``noise_variance`` is c times the former one; of a "heteroscedastic" model, the log-variances get log c added.
     Outputs are computed once. The data are those of ``fit_temperature``: held out of training, and not the test data.
-    ``batch_norm`` is that of ``posterior.predict``: give both the same.
+    ``batch_norm`` and ``dropout`` are those of ``posterior.predict``: give both the same.
 
     >>> import torch, vprop
     >>> model = torch.nn.Linear(1, 1)
@@ -49,7 +50,8 @@ def fit_noise_scale(
     where = "fit_noise_scale"
     batches = held_out_batches(posterior, data, y, where)
     check_kind(posterior, ("gaussian", "heteroscedastic"), where)
-    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where, batch_norm=batch_norm)
+    how: Any = {"batch_norm": batch_norm, "dropout": dropout}
+    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where, **how)
     examples = check_enough(targets, where)
     weights, noise = prediction.epistemic_variance.double(), prediction.aleatoric_variance.double()
     if not bool((noise > 0).all()):

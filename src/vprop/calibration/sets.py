@@ -55,6 +55,7 @@ class ConformalSets:
     posterior: Posterior | None = field(default=None, repr=False)
     num_samples: int = field(default=32, repr=False)
     batch_norm: Any = field(default=None, repr=False, compare=False)
+    dropout: bool = field(default=False, repr=False)
 
     @classmethod
     def fit(
@@ -86,7 +87,8 @@ class ConformalSets:
                 "These sets were made of probabilities, and know no posterior. Use sets.of(probs), or make them with "
                 "conformal_sets(posterior, x, y)."
             )
-        prediction = self.posterior.predict(x, self.num_samples, self.seed, batch_norm=self.batch_norm)
+        how: Any = {"batch_norm": self.batch_norm, "dropout": self.dropout}
+        prediction = self.posterior.predict(x, self.num_samples, self.seed, **how)
         return self.of(_classes(prediction.probs, self.posterior), seed=seed)
 
 
@@ -100,6 +102,7 @@ def conformal_sets(
     num_samples: int = 32,
     seed: int = 0,
     batch_norm: Any = None,
+    dropout: bool = False,
 ) -> ConformalSets:
     """Sets of classes that hold the label with probability ``level``, calibrated on held-out data.
 
@@ -107,7 +110,7 @@ def conformal_sets(
     level/(1−level) of them, 9 for 90 %; some hundred for a coverage that is close to it in *this* calibration set and
     not only on average: over calibration sets, the coverage is spread by about √(level·(1−level)/n). A "bernoulli"
     posterior has the classes 0 and 1. See :class:`ConformalSets` for what is in a set, and ``randomized``.
-    ``batch_norm`` is that of ``posterior.predict``, here and in predictions.
+    ``batch_norm`` and ``dropout`` are those of ``posterior.predict``, here and in predictions.
 
     >>> import vprop
     >>> model, x, y = torch.nn.Linear(2, 3), torch.randn(50, 2), torch.arange(50) % 3
@@ -118,14 +121,14 @@ def conformal_sets(
     """
     where = "conformal_sets"
     check_level(level)
-    inputs = training_inputs(batch_norm)
+    how: Any = {"batch_norm": training_inputs(batch_norm), "dropout": dropout}
     batches = held_out_batches(posterior, data, y, where)
     check_kind(posterior, ("categorical", "bernoulli"), where)
-    prediction, labels = held_out_predictions(posterior, batches, num_samples, seed, where, batch_norm=inputs)
+    prediction, labels = held_out_predictions(posterior, batches, num_samples, seed, where, **how)
     probs = _classes(prediction.probs, posterior)
     labels = labels.reshape(probs.shape[:-1]).long()
     fitted = ConformalSets.fit(probs, labels, level, randomized=randomized, seed=seed)
-    return ConformalSets(level, fitted.threshold, fitted.examples, randomized, seed, posterior, num_samples, inputs)
+    return ConformalSets(level, fitted.threshold, fitted.examples, randomized, seed, posterior, num_samples, **how)
 
 
 def _classes(probs: Tensor, posterior: Posterior) -> Tensor:

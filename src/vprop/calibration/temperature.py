@@ -23,6 +23,7 @@ def fit_temperature(
     num_samples: int = 32,
     seed: int = 0,
     batch_norm: Any = None,
+    dropout: bool = False,
 ) -> CalibrationFit[AnyPosterior]:
     """The temperature T of logits that makes held-out labels most likely.
 
@@ -31,7 +32,8 @@ def fit_temperature(
     T > 1 softens probabilities, T < 1 sharpens them. The most probable class of one sample stays the same; that of
     their mean may change, though rarely. ``data`` are inputs with labels ``y``, or a loader of pairs, that were held
     out of training; judge the result on others. For "categorical" and "bernoulli" posteriors. Outputs are computed
-    once, and kept for all samples. ``batch_norm`` is that of ``posterior.predict``: give both the same.
+    once, and kept for all samples. ``batch_norm`` and ``dropout`` are those of ``posterior.predict``: give both the
+    same.
 
     >>> import torch, vprop
     >>> model = torch.nn.Linear(1, 2, bias=False)
@@ -49,7 +51,8 @@ def fit_temperature(
     where = "fit_temperature"
     batches = held_out_batches(posterior, data, y, where)
     check_kind(posterior, ("categorical", "bernoulli"), where)
-    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where, batch_norm=batch_norm)
+    how: Any = {"batch_norm": batch_norm, "dropout": dropout}
+    prediction, targets = held_out_predictions(posterior, batches, num_samples, seed, where, **how)
     examples = check_enough(targets, where)
     logits = prediction.samples.double()
 

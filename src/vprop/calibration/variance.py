@@ -22,6 +22,7 @@ def fit_variance_scale(
     num_samples: int = 32,
     seed: int = 0,
     batch_norm: Any = None,
+    dropout: bool = False,
 ) -> CalibrationFit[AnyPosterior]:
     """The scale s of the posterior's covariance that makes held-out data most likely.
 
@@ -34,8 +35,8 @@ def fit_variance_scale(
     is that of a Gaussian with the prediction's mean and variance.
 
     A scale at the end of its range (``at_limit``) means that the mean alone, or a much wider posterior, would predict
-    better: the posterior, or the fit, is wrong in more than its scale. ``batch_norm`` is that of ``posterior.predict``:
-    give both the same.
+    better: the posterior, or the fit, is wrong in more than its scale. ``batch_norm`` and ``dropout`` are those of
+    ``posterior.predict``: give both the same.
 
     >>> import torch, vprop
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -51,15 +52,13 @@ def fit_variance_scale(
     where = "fit_variance_scale"
     batches = held_out_batches(posterior, data, y, where)
     check_kind(posterior, ("categorical", "bernoulli", "gaussian", "heteroscedastic"), where)
-    inputs = training_inputs(batch_norm)
-    _, targets = held_out_predictions(posterior, batches, num_samples, seed, where, batch_norm=inputs)
+    how: Any = {"batch_norm": training_inputs(batch_norm), "dropout": dropout}
+    _, targets = held_out_predictions(posterior, batches, num_samples, seed, where, **how)
     examples = check_enough(targets, where)
 
     def loss(scale: float) -> float:
         scaled = posterior._with_variance_times(scale)  # far too wide, it may overflow: then its loss is NaN
-        return log_loss(
-            *held_out_predictions(scaled, batches, num_samples, seed, where, batch_norm=inputs, check=False)
-        )
+        return log_loss(*held_out_predictions(scaled, batches, num_samples, seed, where, **how, check=False))
 
     found = minimum(loss, *RANGE, step=1.15, tolerance=0.01)
     scaled = cast(AnyPosterior, posterior._with_variance_times(found.value))

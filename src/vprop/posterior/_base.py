@@ -6,7 +6,6 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop import noise
-from vprop.checks import check_num_samples, check_seed, invalid
+from vprop.checks import check_flag, check_num_samples, check_seed, invalid
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood
 from vprop.objective import LossFunction, Objective
 from vprop.posterior import _registry, io
@@ -23,11 +22,10 @@ from vprop.posterior._decisions import Decisions
 from vprop.posterior._elbo import ElboEstimate, elbo_estimate
 from vprop.posterior.calibrated import Scales
 from vprop.posterior.prediction import Prediction
-from vprop.posterior.predictive.batch_norm import statistics_of
 from vprop.posterior.predictive.head import last_layer
+from vprop.posterior.predictive.models import drawn_models
 from vprop.posterior.predictive.run import Keep, Method, Settings, predict
 from vprop.posterior.prior import GaussianPrior
-from vprop.replica import Replica, evaluating_replicas
 from vprop.wrappers import refuse_sharded
 
 _COUNTING = threading.Lock()
@@ -239,6 +237,7 @@ class Posterior(Decisions, ABC):
         vmap: bool | None = None,
         progress: bool | None = None,
         batch_norm: Any = None,
+        dropout: bool = False,
     ) -> Prediction:
         """Outputs of the model, in evaluation mode, under ``num_samples`` weights drawn with ``seed``.
 
@@ -266,8 +265,10 @@ class Posterior(Decisions, ABC):
             batch_norm: training inputs, of any kind that ``x`` may be; the statistics of BatchNorm layers are then
                 estimated from them anew under each draw of the weights, as means over batches. ``None`` takes the
                 running statistics of the snapshot, which are an average over the weights that training went through.
+            dropout: average over dropout masks as well: dropout layers are active, with masks of their own for each
+                draw and each batch, from ``seed``. For a model that was trained with dropout.
         """
-        settings = Settings(num_samples, seed, method, keep, batch_size, vmap, progress, batch_norm)
+        settings = Settings(num_samples, seed, method, keep, batch_size, vmap, progress, batch_norm, dropout)
         return predict(self, x, settings, likelihood, noise_variance)
 
     def last_layer(self, head: str | None = None) -> Posterior:
@@ -280,15 +281,21 @@ class Posterior(Decisions, ABC):
         return last_layer(self, head)
 
     def sampled_models(
-        self, num_samples: int = 32, seed: int = 0, *, dtype: torch.dtype | None = None, batch_norm: Any = None
+        self,
+        num_samples: int = 32,
+        seed: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+        batch_norm: Any = None,
+        dropout: bool = False,
     ) -> Iterator[Callable[..., Any]]:
         """The model in evaluation mode under one draw of the weights after the other, to be called like the model.
 
         The draws are those of ``predict(x, num_samples, seed)``, which this is for where outputs are not tensors, or
         too large to be kept: a language model's, say. Outputs are the model's own, without what :attr:`scales` has for
         logits and log-variances. Call each before the next is drawn. ``dtype`` runs the model in
-        another precision than its own, and ``batch_norm`` gives each draw statistics of BatchNorm of its own, as in
-        :meth:`predict`. Nothing of the model is changed meanwhile.
+        another precision than its own; ``batch_norm`` and ``dropout`` are those of :meth:`predict`, and every call has
+        new masks. Nothing of the model is changed meanwhile.
 
         >>> import torch, vprop
         >>> model, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
@@ -302,26 +309,8 @@ class Posterior(Decisions, ABC):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise invalid("dtype", dtype, "None or a floating-point torch.dtype", "None is the model's own precision.")
         refuse_sharded(self.model, "sampled_models()")
-        return self._sampled_models(num_samples, seed, dtype, batch_norm)
-
-    def _sampled_models(
-        self, num_samples: int, seed: int, dtype: torch.dtype | None = None, batch_norm: Any = None
-    ) -> Iterator[Replica]:
-        shares = [(own, samples) for own, samples in self._shared_out(num_samples, seed) if samples]
-        statistics = statistics_of([own for own, _ in shares], batch_norm, dtype)
-        replicas = [own._models_at(samples, seed, dtype) for own, samples in shares]
-        with_own = (part if s is None else s.into(part) for part, s in zip(replicas, statistics, strict=True))
-        return chain.from_iterable(with_own)
-
-    def _models_at(self, samples: Iterable[int], seed: int, dtype: torch.dtype | None = None) -> Iterator[Replica]:
-        """The model under the draws with these numbers."""
-        constants: dict[str, Tensor] = {}
-        if dtype is not None:
-            constants = {name: p.detach() for name, p in self.model.named_parameters() if name not in self.mean}
-        fixed = {name: _cast(tensor, dtype) for name, tensor in (constants | self._fixed()).items()}
-        draws = (self._in_model_dtypes(self._draw(seed, sample)) for sample in samples)
-        cast = ({name: _cast(weight, dtype) for name, weight in weights.items()} for weights in draws)
-        return evaluating_replicas(self.model, fixed, cast)
+        check_flag("dropout", dropout)
+        return drawn_models(self, num_samples, seed, dtype, batch_norm, dropout)
 
     def _fixed(self) -> dict[str, Tensor]:
         """What the model has, beside the weights that are drawn, otherwise than now."""
@@ -407,7 +396,3 @@ class Posterior(Decisions, ABC):
     ) -> ElboEstimate:
         """The ELBO with its two parts and the standard error of the Monte Carlo average."""
         return elbo_estimate(self, objective, num_samples, loss_fn, seed)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)

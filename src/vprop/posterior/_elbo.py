@@ -13,6 +13,7 @@ from torch import Tensor
 from vprop.checks import check_loss, check_num_samples, check_seed
 from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, batch_size_of, call_model
+from vprop.posterior.predictive.models import drawn_models
 from vprop.wrappers import refuse_sharded
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def elbo_estimate(
     refuse_sharded(posterior.model, "elbo()")
     for x, y, batch_loss in batches_of(objective, loss_fn):
         size, watch = 0.0, LossWatch()
-        for k, model in enumerate(posterior._sampled_models(num_samples, seed)):
+        for k, model in enumerate(drawn_models(posterior, num_samples, seed)):
             with watch if k == 0 else nullcontext():
                 loss = batch_loss(call_model(model, x), y)
             if k == 0:

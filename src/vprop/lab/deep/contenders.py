@@ -204,16 +204,24 @@ CONTENDERS = (
             {"lr": 3e-3}, {"lr": 1e-2}, {"lr": 3e-3, "decay": DECAY}, {"lr": 1e-2, "noise_limit": 0.3},
         ),
         "gpt": (
-            {"lr": 1e-3}, {"lr": 3e-3, "beta2": 0.99}, {"lr": 2e-3, "beta2": 0.99, "dropout": 0.1},
-            {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.15, "dropout": 0.1},
+            {"lr": 1e-3}, {"lr": 2e-3, "beta2": 0.99, "dropout": 0.1}, {"lr": 1e-3, "beta2": 0.99, "dropout": 0.2},
+            {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.1, "dropout": 0.2},
         ),
         "lora": ({"lr": 1e-3}, {"lr": 3e-3}, {"lr": 1e-2}),
     }, ours=True),
     DeepContender("vario-sgd", "Vario with SGD's step", "posterior", vario_as_sgd, {
-        "resnet": ({"noise_limit": 0.2}, {"noise_limit": 0.1}, {"noise_limit": 0.15}, {"noise_limit": 0.3}),
+        "resnet": (
+            {"noise_limit": 0.2}, {"noise_limit": 0.15, "lr": 0.2}, {"noise_limit": 0.2, "lr": 0.2},
+            {"noise_limit": 0.2, "decay": 1e-3},
+        ),
     }, ours=True),
     DeepContender("vprop-floor", "Vprop with a floor", "posterior", floored, {"resnet": _NOISES}, ours=True),
-    DeepContender("ivon", "IVON", "posterior", ivon, {"resnet": _NOISES}, ours=True),
+    DeepContender("ivon", "IVON", "posterior", ivon, {
+        "resnet": (
+            {"sigma": 0.008}, {"sigma": 0.008, "speed": 2.0}, {"sigma": 0.008, "decay": 1e-3},
+            {"sigma": 0.011, "speed": 2.0},
+        ),
+    }, ours=True),
     DeepContender("ivon-clipped", "IVON with clipping", "posterior", ivon_with_clipping, {
         "gpt": tuple(
             {"lr": lr, "hess_init": 1e-3, "clip_radius": 1e-3, "temperature": 0.1} for lr in (300.0, 100.0, 600.0)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from vprop.lab.deep import draws, predictions
 from vprop.lab.deep.contenders import BY_NAME
 from vprop.lab.deep.predictions import Forward
 from vprop.lab.deep.run import DeepJob, make_optimizer, make_rates, make_trainer, statistics_batches
+from vprop.lab.deep.training import WARM_UP, Trainer
 from vprop.lab.deep.workloads import Workload, workload
 from vprop.posterior.predictive.batch_norm import batch_norm_layers
 
@@ -29,14 +32,12 @@ class DeepCost(DeepJob):
         """Milliseconds of a step, and of predictions for the test set; megabytes of training beyond the data."""
         torch.manual_seed(0)
         on_gpu = self.how.device.startswith("cuda")
-        work, contender, setting = self._work(), BY_NAME[self.contender], dict(self.setting)
+        work, contender = self._work(), BY_NAME[self.contender]
         steps = STEPS if on_gpu else 4
         x, y = _so_many(work, steps * work.batch)
+        self._train_for_nothing(work, x, y)
         before = _allocated(reset=True) if on_gpu else 0
-        model = work.model(setting.get("dropout", 0.0))
-        optimizer = make_optimizer(contender, setting, model, work, 0, self.how)
-        rates = make_rates(setting, optimizer, 2 * steps)
-        trainer = make_trainer(contender, work, model, optimizer, rates, self.how)
+        model, optimizer, trainer = self._ready(work, 2 * steps)
         trainer.run_epoch(x, y)  # warms up and records
         step = _seconds(lambda: trainer.run_epoch(x, y), warm=False) / steps
         data = x.nbytes + y.nbytes  # the trainer's own copy
@@ -58,6 +59,26 @@ class DeepCost(DeepJob):
             statistics = draws.Statistics(lambda: statistics_batches(x), self.how.autocast)
             found["statistics_ms"] = 1e3 * _seconds(lambda: statistics.write(model))
         return found | {"test_inputs": len(work.test)}
+
+    def _ready(self, work: Workload, steps: int) -> tuple[nn.Module, Optimizer, Trainer]:
+        contender, setting = BY_NAME[self.contender], dict(self.setting)
+        model = work.model(setting.get("dropout", 0.0))
+        optimizer = make_optimizer(contender, setting, model, work, 0, self.how)
+        rates = make_rates(setting, optimizer, steps)
+        return model, optimizer, make_trainer(contender, work, model, optimizer, rates, self.how)
+
+    def _train_for_nothing(self, work: Workload, x: Tensor, y: Tensor) -> None:
+        """Until a step is recorded; then all of it is let go, and what was left by those who came before.
+
+        torch allocates some memory once, for libraries and streams. It would count for who happens to be first.
+        """
+        steps = WARM_UP + 1
+        trainer = self._ready(work, steps)[-1]
+        trainer.run_epoch(x[: steps * work.batch], y[: steps * work.batch])
+        del trainer
+        gc.collect()
+        if self.how.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
     def _work(self) -> Workload:
         return workload(self.task, "final", self.data_dir, self.how)

@@ -14,6 +14,8 @@ import vprop
 from vprop.lab.deep.predictions import Forward
 from vprop.lab.deep.swag import SWAG
 from vprop.posterior.predictive import batch_norm
+from vprop.posterior.predictive.dropout import DrawMasks, Dropping, dropout_layers
+from vprop.posterior.predictive.masks import Masks
 from vprop.replica import Replica
 
 
@@ -23,20 +25,20 @@ class Statistics:
     def __init__(self, batches: Callable[[], Iterable[Tensor]], autocast: torch.dtype | None = None) -> None:
         self.batches, self.autocast = batches, autocast
 
-    def write(self, model: nn.Module | Replica) -> None:
-        """Into ``model``, for the weights that it has now; if it has no BatchNorm, nothing."""
+    def write(self, model: nn.Module | Replica, masks: Masks | None = None) -> None:
+        """Into ``model``, for the weights that it has now, under these masks; if it has no BatchNorm, nothing."""
         if not batch_norm.batch_norm_layers(model):
             return
         device = next(iter(model.parameters())).device.type
         with torch.autocast(device, self.autocast or torch.float16, enabled=self.autocast is not None):
-            batch_norm.estimate(model, self.batches())
+            batch_norm.estimate(model, self.batches(), masks)
 
     @contextmanager
-    def inside(self, model: nn.Module | Replica) -> Iterator[None]:
+    def inside(self, model: nn.Module | Replica, masks: Masks | None = None) -> Iterator[None]:
         """For a time; then the running ones are there again."""
         buffers = [buffer for layer in batch_norm.batch_norm_layers(model) for buffer in layer.buffers()]
         kept = [buffer.clone() for buffer in buffers]
-        self.write(model)
+        self.write(model, masks)
         try:
             yield
         finally:
@@ -53,9 +55,8 @@ def posterior(optimizer: Optimizer, model: nn.Module, count: int) -> Iterator[Fo
 def dropout(model: nn.Module, count: int) -> Iterator[Forward]:
     """New masks with every forward; BatchNorm keeps its running statistics."""
     model.eval()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.train()
+    for layer in dropout_layers(model):
+        layer.train()
     torch.manual_seed(0)
     for _ in range(count):
         yield model
@@ -80,8 +81,10 @@ def peer(optimizer: Any, model: nn.Module, count: int) -> Iterator[Forward]:
             yield model
 
 
-OWN, RUNNING = "averaged", "running"
-"""Kinds of predictions: with statistics of BatchNorm of each draw, where there are any, and with the running ones."""
+OWN, RUNNING, UNMASKED = "averaged", "running", "unmasked"
+"""Kinds of predictions: with statistics of BatchNorm of each draw and dropout masks, where there are any; the same with
+the running statistics; the same without masks. Runs of a posterior with dropout that have no "unmasked" scores are from
+before there were masks: what they call "averaged" is without."""
 
 
 def of_one_kind(drawn: Iterable[Forward]) -> Iterator[tuple[str, Forward]]:
@@ -89,11 +92,17 @@ def of_one_kind(drawn: Iterable[Forward]) -> Iterator[tuple[str, Forward]]:
     return ((OWN, forward) for forward in drawn)
 
 
-def of_both_kinds(drawn: Iterable[Forward], statistics: Statistics) -> Iterator[tuple[str, Forward]]:
-    """Each draw of a network with BatchNorm twice; call each before the next."""
-    for forward in drawn:
+def of_all_kinds(
+    drawn: Iterable[Forward], statistics: Statistics, *, dropout: bool = False
+) -> Iterator[tuple[str, Forward]]:
+    """Each draw of a network with BatchNorm, or with ``dropout``, several times; call each before the next."""
+    masks = {OWN: DrawMasks(0), RUNNING: DrawMasks(0)} if dropout else {}
+    for number, forward in enumerate(drawn):
         assert isinstance(forward, nn.Module | Replica)
         if batch_norm.batch_norm_layers(forward):
-            yield RUNNING, forward
-        with statistics.inside(forward):
-            yield OWN, forward
+            yield RUNNING, Dropping(forward, masks[RUNNING].of(number)) if dropout else forward
+        if dropout:
+            with statistics.inside(forward):
+                yield UNMASKED, forward
+        with statistics.inside(forward, masks[OWN].for_statistics(number) if dropout else None):
+            yield OWN, Dropping(forward, masks[OWN].of(number)) if dropout else forward

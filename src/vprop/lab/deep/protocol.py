@@ -74,7 +74,7 @@ class Bench:
 
 
 def tuning_loss(result: dict[str, Any]) -> float | None:
-    """What a setting is chosen by."""
+    """What a setting is chosen by; of runs with dropout that have no "unmasked" scores, without masks."""
     scores = result["scores"]
     return scores.get("averaged", scores["mean"])["nll"]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vprop.lab.deep import groups
 from vprop.lab.deep.contenders import BY_NAME, GROUPS, DeepContender, Group, Setting, taking_part
+from vprop.lab.deep.draws import UNMASKED
 from vprop.lab.deep.protocol import Bench
 from vprop.lab.deep.run import DeepRun, predictions_path
 from vprop.lab.deep.tasks import TUNING_SEED, DeepTask
@@ -99,8 +100,11 @@ def shown_setting(
 def _runs(
     task: DeepTask, contender: DeepContender, setting: Setting, bench: Bench, store: Store
 ) -> list[tuple[DeepRun, Result]]:
+    """All that are kept; or those that were judged with dropout masks, if some were and others were not."""
     jobs = (bench.run(task, contender, setting, seed, "final") for seed in range(MOST_SEEDS))
-    return [(job, result) for job in jobs if (result := store.load(job.key)) is not None]
+    kept = [(job, result) for job in jobs if (result := store.load(job.key)) is not None]
+    masked = [(job, result) for job, result in kept if UNMASKED in result["scores"]]
+    return masked or kept  # "averaged" has another meaning in them: see draws.UNMASKED
 
 
 def _group_row(task: DeepTask, group: Group, bench: Bench, store: Store) -> Result | None:

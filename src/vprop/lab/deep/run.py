@@ -163,11 +163,12 @@ class DeepRun(DeepJob):
         statistics: draws.Statistics,
     ) -> Iterable[tuple[str, Forward]]:
         if contender.kind == "posterior":
-            return draws.of_both_kinds(draws.posterior(optimizer, model, count), statistics)
+            drops = dict(self.setting).get("dropout", 0.0) > 0
+            return draws.of_all_kinds(draws.posterior(optimizer, model, count), statistics, dropout=drops)
         if contender.kind == "dropout":
             return draws.of_one_kind(draws.dropout(model, count))
         if contender.kind == "peer":
-            return draws.of_both_kinds(draws.peer(optimizer, model, count), statistics)
+            return draws.of_all_kinds(draws.peer(optimizer, model, count), statistics)
         return () if trained.swag is None else draws.of_one_kind(draws.swag(trained.swag, count, statistics))
 
     def _keep(
@@ -197,7 +198,8 @@ def judgement(
     at_mean: dict[str, Averaged], over_draws: dict[str, dict[str, Averaged]], labels: Tensor
 ) -> dict[str, Any]:
     """All scores of a run, at the mean and averaged over the draws of each kind."""
-    kinds = {"mean": at_mean} | {kind: over_draws[kind] for kind in (draws.OWN, draws.RUNNING) if kind in over_draws}
+    order = (draws.OWN, draws.RUNNING, draws.UNMASKED)
+    kinds = {"mean": at_mean} | {kind: over_draws[kind] for kind in order if kind in over_draws}
     by_draws = over_draws[draws.OWN]["test"].nll_by_draws if draws.OWN in over_draws else {}
     return {
         "scores": {kind: score_labels(sets["test"].probs, labels) for kind, sets in kinds.items()},

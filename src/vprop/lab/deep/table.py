@@ -8,8 +8,11 @@ from typing import Any
 from vprop.lab import markdown
 
 NOTHING = "–"
-KINDS = (("mean", "the mean"), ("averaged", "draws"), ("running", "draws, running statistics"))
-"""Of predictions, in the order of the tables; the last is of networks with BatchNorm."""
+KINDS = (
+    ("mean", "the mean"), ("averaged", "draws"), ("running", "draws, running statistics"),
+    ("unmasked", "draws, no masks"),
+)  # fmt: skip
+"""Of predictions, in the order of the tables; the last two are of networks with BatchNorm, and with dropout."""
 Row = dict[str, Any]
 
 
@@ -66,10 +69,9 @@ def scores_table(result: Row) -> str:
     head = ["", "predicts with", "accuracy", "NLL", "ECE", "Brier", "setting"]
     rows = []
     for row in result["contenders"]:
-        for kind, words in KINDS:
-            if kind in row["scores"]:
-                name = f"**{row['label']}**" if row["ours"] else row["label"]
-                rows.append([name, words, *_scores(row["scores"][kind]), _setting(row)])
+        for kind, words in _kinds(row["scores"]):
+            name = f"**{row['label']}**" if row["ours"] else row["label"]
+            rows.append([name, words, *_scores(row["scores"][kind]), _setting(row)])
     for row in result["groups"]:
         name = f"**{row['label']}**" if row["ours"] else row["label"]
         words = "draws of all" if row["averaged"] else "the means"
@@ -83,8 +85,8 @@ def outliers_table(result: Row, name: str) -> str:
     head = ["", "predicts with", "AUROC, entropy", "FPR95, entropy", "AUROC, information", "FPR95, information"]
     rows = []
     for row in result["contenders"]:
-        for kind, words in KINDS:
-            if name in row["outliers"].get(kind, {}):
+        for kind, words in _kinds(row["outliers"]):
+            if name in row["outliers"][kind]:
                 rows.append([row["label"], words, *_outliers(row["outliers"][kind][name])])
     for row in result["groups"]:
         if name in row["outliers"]:
@@ -134,6 +136,16 @@ def section(result: Row) -> str:
     if cost := cost_table(result):
         parts += ["Cost, measured with nothing beside it; training at equal numbers of gradients.", cost]
     return "\n".join(part if part.endswith("\n") else part + "\n" for part in parts)
+
+
+def _kinds(found: Row) -> list[tuple[str, str]]:
+    """With their words. Draws that there are without masks as well have them; else it is not known, and not said.
+
+    >>> _kinds({"averaged": {}, "unmasked": {}})
+    [('averaged', 'draws with masks'), ('unmasked', 'draws, no masks')]
+    """
+    masked = {"averaged": "draws with masks"} if "unmasked" in found else {}
+    return [(kind, masked.get(kind, words)) for kind, words in KINDS if kind in found]
 
 
 def _scores(scores: Row) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +90,7 @@ class Trainer:
         if not self.captures:
             self._step()
         elif self.steps_done - self.first_step < WARM_UP:
-            stream = torch.cuda.Stream(self.device)
+            stream = _side_stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 self._step()
@@ -146,6 +147,12 @@ def _refresh_interval(optimizer: Optimizer) -> int:
     """Steps between two refreshes of bases, which a recorded step does not make itself; 0 if it has none."""
     groups = [group for group in optimizer.param_groups if group.get("structure") == "eigenbasis"]
     return min((group["basis_every"] for group in groups), default=0)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all trainings: torch keeps workspaces for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 def _row(table: Tensor, at: Tensor) -> Tensor:

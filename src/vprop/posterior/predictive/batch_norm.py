@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vprop.objective import model_arguments
+from vprop.posterior.predictive.dropout import DrawMasks, dropping
 from vprop.posterior.predictive.functions import told_with_input
 from vprop.posterior.predictive.inputs import batches_of, is_loader, mapped
+from vprop.posterior.predictive.masks import Masks
 from vprop.replica import Replica, evaluating_replicas, switches_by_itself
 from vprop.wrappers import unwrapped
 
@@ -61,9 +63,10 @@ def require_batch_norm(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def estimate(model: nn.Module | Replica, batches: Iterable[Any]) -> None:
+def estimate(model: nn.Module | Replica, batches: Iterable[Any], masks: Masks | None = None) -> None:
     """The running statistics under the weights that ``model`` has now: plain means over ``batches``, its inputs.
 
+    With ``masks`` under those as well: dropout widens the activations that come after it.
     They are written into the buffers, in place; modes and all else are as before afterwards. Of layers that were not
     called, and if there is an error, they are as before as well.
     """
@@ -75,7 +78,8 @@ def estimate(model: nn.Module | Replica, batches: Iterable[Any]) -> None:
             module.training = False
         for layer in batch_norm_layers(model):
             averages.append(_PlainAverage(layer))
-        _run(model, batches)
+        with dropping(model, masks):
+            _run(model, batches)
         finished = True
     finally:
         for average in averages:
@@ -159,7 +163,13 @@ class _Reread:
 class DrawStatistics:
     """The buffers of BatchNorm under draws of a posterior's weights."""
 
-    def __init__(self, posterior: Posterior, inputs: TrainingInputs, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        posterior: Posterior,
+        inputs: TrainingInputs,
+        dtype: torch.dtype | None = None,
+        masks: DrawMasks | None = None,
+    ) -> None:
         require_batch_norm(posterior.model)
         if posterior.head is not None:
             raise ValueError(
@@ -170,14 +180,14 @@ class DrawStatistics:
         self._batches = inputs.on(posterior.model, dtype)
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._names = _names_of_statistics(posterior.model)
-        self._dtype = dtype
+        self._dtype, self._masks = dtype, masks
         self._anew = any(switches_by_itself(module) for module in posterior.model.modules())
         self._replica: Replica | None = None
 
     def under(self, sample: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers for draw number ``sample``, which are estimated once."""
         if sample not in self._kept:
-            self._kept[sample] = self.estimated(self._with(weights))
+            self._kept[sample] = self.estimated(self._with(weights), sample)
         return self._kept[sample]
 
     def _with(self, weights: Mapping[str, Tensor]) -> Replica:
@@ -188,19 +198,13 @@ class DrawStatistics:
             self._replica.load(weights)
         return self._replica
 
-    def estimated(self, replica: Replica) -> dict[str, Tensor]:
-        """The buffers for the weights that ``replica`` has, which are put into it."""
+    def estimated(self, replica: Replica, sample: int) -> dict[str, Tensor]:
+        """The buffers for the weights that ``replica`` has, those of draw number ``sample``; they are put into it."""
         kept = dict(self._posterior.model.named_buffers()) | self._posterior.buffers
         own = {name: _cast(kept[name].clone(), self._dtype) for name in self._names}
         replica.load(own)
-        estimate(replica, self._batches)
+        estimate(replica, self._batches, None if self._masks is None else self._masks.for_statistics(sample))
         return own
-
-    def into(self, replicas: Iterable[Replica]) -> Iterator[Replica]:
-        """Each replica with the statistics of the weights that it has."""
-        for replica in replicas:
-            self.estimated(replica)
-            yield replica
 
 
 def training_inputs(batch_norm: Any) -> Any:
@@ -209,13 +213,16 @@ def training_inputs(batch_norm: Any) -> Any:
 
 
 def statistics_of(
-    posteriors: Sequence[Posterior], batch_norm: Any, dtype: torch.dtype | None = None
+    posteriors: Sequence[Posterior],
+    batch_norm: Any,
+    dtype: torch.dtype | None = None,
+    masks: DrawMasks | None = None,
 ) -> Sequence[DrawStatistics | None]:
     """For each of them, members of a mixture say; ``None`` if ``batch_norm``, the argument of ``predict``, is."""
     if batch_norm is None:
         return [None] * len(posteriors)
     inputs = training_inputs(batch_norm)
-    return [DrawStatistics(posterior, inputs, dtype) for posterior in posteriors]
+    return [DrawStatistics(posterior, inputs, dtype, masks) for posterior in posteriors]
 
 
 def _names_of_statistics(model: nn.Module) -> list[str]:

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 from vprop import replica
 from vprop.objective import model_arguments
+from vprop.posterior.predictive import masks as _masks
+from vprop.posterior.predictive.dropout import dropping
 from vprop.posterior.predictive.inputs import described, leaves, mapped
+from vprop.posterior.predictive.masks import Masks
 from vprop.replica import Replica, evaluating_replicas, switches_by_itself
 
 if TYPE_CHECKING:
@@ -51,8 +54,8 @@ class ModelFunction(ABC):
         """Do once what does not depend on the weights."""
 
     @abstractmethod
-    def __call__(self, weights: Weights, prepared: Prepared) -> Tensor:
-        """The outputs under these weights."""
+    def __call__(self, weights: Weights, prepared: Prepared, masks: Masks | None = None) -> Tensor:
+        """The outputs under these weights, with masks of dropout if there are any."""
 
     def _fresh(self) -> Replica:
         """A replica in evaluation mode with the posterior's buffers, at the mean."""
@@ -70,7 +73,7 @@ class WholeModel(ModelFunction):
             self._replica = self._fresh()  # for each batch, so that none sees what another left in the buffers
         return Prepared(*model_arguments(x))
 
-    def __call__(self, weights: Weights, prepared: Prepared) -> Tensor:
+    def __call__(self, weights: Weights, prepared: Prepared, masks: Masks | None = None) -> Tensor:
         """The model's output."""
         if self.anew:
             q = self._posterior
@@ -79,7 +82,8 @@ class WholeModel(ModelFunction):
             assert self._replica is not None
             own = self._replica
             own.load(weights)
-        return logits_of(own(*prepared.args, **prepared.kwargs))
+        with dropping(own, masks):
+            return logits_of(own(*prepared.args, **prepared.kwargs))
 
 
 class _Seen:
@@ -156,8 +160,8 @@ class HeadOnly(ModelFunction):
             "afterwards. Name the module that makes the output, or predict with the whole model."
         )
 
-    def __call__(self, weights: Weights, prepared: Prepared) -> Tensor:
-        """The head's output, in the shape of the model's."""
+    def __call__(self, weights: Weights, prepared: Prepared, masks: Masks | None = None) -> Tensor:
+        """The head's output, in the shape of the model's; it has no masks."""
         assert self._replica is not None
         self._replica.load(weights)
         args, kwargs = prepared.args, prepared.kwargs
@@ -197,7 +201,7 @@ def first_rows(prepared: Prepared, rows: int, start: int, stop: int) -> Prepared
 # -- errors of torch ---------------------------------------------------------------------------------------------------
 
 _TORCH = str(Path(torch.__file__).parent)
-_PASSED_THROUGH = (replica.__file__, str(Path(_TORCH) / "overrides.py"))
+_PASSED_THROUGH = (replica.__file__, _masks.__file__, str(Path(_TORCH) / "overrides.py"))
 """Files through which calls of torch go without being the ones that were made."""
 
 

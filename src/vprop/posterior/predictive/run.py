@@ -14,7 +14,7 @@ from vprop.likelihood import LikelihoodLike
 from vprop.posterior.calibrated import scaled_moments, scaled_outputs
 from vprop.posterior.linearized import LinearizedPrediction
 from vprop.posterior.prediction import Prediction
-from vprop.posterior.predictive.batch_norm import WHERE, statistics_of
+from vprop.posterior.predictive import batch_norm, dropout
 from vprop.posterior.predictive.inputs import Batches, batches_of
 from vprop.posterior.predictive.jacobians import LinearizedOutputs
 from vprop.posterior.predictive.progress import bar
@@ -40,6 +40,7 @@ class Settings(NamedTuple):
     vmap: bool | None
     progress: bool | None
     batch_norm: Any = None
+    dropout: bool = False
 
     def checked(self) -> Settings:
         """The same, or an error that names what is wrong."""
@@ -53,20 +54,24 @@ class Settings(NamedTuple):
         for name, flag in (("vmap", self.vmap), ("progress", self.progress)):
             if flag is not None:
                 check_flag(name, flag)
+        check_flag("dropout", self.dropout)
         if self.batch_norm is not None:
-            self._check_batch_norm()
+            self._refuse_with(batch_norm.WHERE, "could have statistics of their own", "statistics are estimated under")
+        if self.dropout:
+            self._refuse_with(dropout.WHERE, "masks could be drawn with", "masks are drawn for")
         return self._replace(num_samples=check_num_samples(self.num_samples), seed=check_seed(self.seed))
 
-    def _check_batch_norm(self) -> None:
+    def _refuse_with(self, where: str, what_weights: str, what_is_done: str) -> None:
+        """Refuse what does not go together with the argument ``where``."""
         if self.method == "linearized":
             raise ValueError(
-                f"{WHERE}: method='linearized' draws no weights that could have statistics of their own. Leave it out, "
-                "or use the default, method='monte_carlo'."
+                f"{where}: method='linearized' draws no weights that {what_weights}. Leave it out, or use the default, "
+                "method='monte_carlo'."
             )
         if self.vmap:
             raise ValueError(
-                f"{WHERE}: vmap=True runs all draws at once, and statistics are estimated under one draw at a time. "
-                "Leave one of the two out."
+                f"{where}: vmap=True runs all draws at once, and {what_is_done} one draw at a time. Leave one of the "
+                "two out."
             )
 
 
@@ -120,10 +125,13 @@ def _of_a_batch(
 
         return linearized
     shares = [(own, samples) for own, samples in posterior._shared_out(settings.num_samples, settings.seed) if samples]
-    statistics = statistics_of([own for own, _ in shares], settings.batch_norm)
+    posteriors = [own for own, _ in shares]
+    masks = dropout.masks_of(posteriors, settings.seed, settings.dropout)
+    statistics = batch_norm.statistics_of(posteriors, settings.batch_norm, masks=masks)
+    how: Any = {"vmap": settings.vmap, "several": several, "masks": masks}
     parts = [
-        SampledOutputs(own, samples, settings.seed, vmap=settings.vmap, several=several, statistics=own_statistics)
-        for (own, samples), own_statistics in zip(shares, statistics, strict=True)
+        SampledOutputs(own, samples, settings.seed, statistics=of_draws, **how)
+        for (own, samples), of_draws in zip(shares, statistics, strict=True)
     ]
 
     def predicted(x: Any, report: Callable[[int], None]) -> Prediction:

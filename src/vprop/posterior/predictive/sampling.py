@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop.posterior.predictive.batch_norm import DrawStatistics
+from vprop.posterior.predictive.dropout import DrawMasks
 from vprop.posterior.predictive.functions import ModelFunction, Prepared, function_of, told_with_input
 from vprop.posterior.predictive.inputs import has_rows, leaves
 
@@ -46,11 +47,12 @@ class SampledOutputs:
         vmap: bool | None,
         several: bool,
         statistics: DrawStatistics | None = None,
+        masks: DrawMasks | None = None,
     ) -> None:
         self._posterior, self._samples, self._seed = posterior, samples, seed
         self._function: ModelFunction = function_of(posterior)
-        self._statistics = statistics
-        self._vmap = vmap if statistics is None else False
+        self._statistics, self._masks = statistics, masks
+        self._vmap = vmap if statistics is None and masks is None else False
         elements = posterior.num_parameters
         size = sum(weight.numel() * weight.element_size() for weight in posterior.mean.values())
         self._at_once = max(1, min(len(samples), _DRAWN_AT_ONCE // max(1, elements)))
@@ -105,7 +107,8 @@ class SampledOutputs:
             weights = {name: stack[i] for name, stack in draws.items()}
             if self._statistics is not None:
                 weights |= self._statistics.under(first + i, weights)
-            outputs.append(self._function(weights, prepared).unsqueeze(0))
+            masks = None if self._masks is None else self._masks.of(first + i)
+            outputs.append(self._function(weights, prepared, masks).unsqueeze(0))
         return outputs
 
     def _wants_vmap(self, x: Any) -> bool:
