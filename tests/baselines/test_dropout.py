@@ -108,3 +108,13 @@ def test_errors():
     for bad in (0, -1, 1.5):
         with pytest.raises(ValueError, match=rf"Invalid num_samples={bad}: must be an integer >= 1"):
             MCDropout(make_model()).predict(make_batch()[0], num_samples=bad)
+
+
+def test_a_transformers_layers_drop_too():
+    """In evaluation mode torch runs them in one piece, without the dropout layers inside."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).eval()
+        x = torch.randn(3, 5, 8)
+    samples = MCDropout(layer).predict(x, num_samples=4).samples
+    assert len({float(sample[0, 0, 0]) for sample in samples}) == 4

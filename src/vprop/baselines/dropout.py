@@ -11,14 +11,15 @@ from vprop.checks import check_model, check_num_samples, check_seed
 from vprop.likelihood import Likelihood
 from vprop.objective import call_model
 from vprop.posterior import Prediction
-from vprop.posterior.predictive.dropout import dropout_layers
+from vprop.posterior.predictive.dropout import dropout_layers, dropping
+from vprop.posterior.predictive.masks import Masks
 
 
 class MCDropout:
     """Predictions of ``model``, trained by whatever optimizer, averaged over dropout masks (Gal and Ghahramani, 2016).
 
     Only the dropout layers are in training mode while it predicts; BatchNorm uses its running statistics. The masks
-    come from torch's generator under ``seed``; the caller's random state is put back.
+    come from a generator of their own under ``seed``: no other random state is touched.
     """
 
     def __init__(self, model: nn.Module, *, likelihood: Likelihood | None = None, noise_variance: float = 1.0) -> None:
@@ -36,19 +37,14 @@ class MCDropout:
         """Outputs under ``num_samples`` dropout masks."""
         num_samples, seed = check_num_samples(num_samples), check_seed(seed)
         modes = [(module, module.training) for module in self.model.modules()]
-        devices = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
         try:
             self.model.eval()
-            for layer in dropout_layers(self.model):
-                layer.train()
-            with torch.random.fork_rng(devices=devices):
-                # torch.manual_seed would seed all devices, also those that are not put back.
-                torch.random.default_generator.manual_seed(seed)
-                for device in devices:
-                    with torch.cuda.device(device):
-                        torch.cuda.manual_seed(seed)
-                outputs = torch.stack([call_model(self.model, x) for _ in range(num_samples)])
+            outputs = []
+            for sample in range(num_samples):
+                # Torch's fast path through a transformer's layers, which drops nothing, is not taken under Masks.
+                with dropping(self.model, Masks(seed, sample)):
+                    outputs.append(call_model(self.model, x))
         finally:
             for module, training in modes:
                 module.training = training
-        return Prediction(outputs, self.likelihood, self.noise_variance)
+        return Prediction(torch.stack(outputs), self.likelihood, self.noise_variance)
