@@ -109,7 +109,8 @@ def resolved(optimizer: VariationalOptimizer, groups: list[dict[str, Any]]) -> l
             rate_factor=optimizer._rate_factor(group, ess),
             # Not every method has these.
             batch_size=group.get("batch_size"),
-            preconditioner=preconditioner,
+            divides_by_root=preconditioner == "root",
+            divides=preconditioner != "identity",
             init_steps=group.get("init_steps"),
             hess_floor=group.get("hess_floor", 0.0),
             noise_limit=group.get("noise_limit", math.inf),

@@ -56,8 +56,10 @@ class GroupStep:
     """What ``lr`` is multiplied by."""
     batch_size: float | str | None = None
     """M; "objective": as many as the objective of a step has; ``None``: squared gradients stand for all N."""
-    preconditioner: str = "precision"
-    """What the step divides by: "precision", "root" (as Adam does) or "identity" (nothing, as SGD does)."""
+    divides_by_root: bool = False
+    """Whether the step divides as Adam does."""
+    divides: bool = True
+    """Or by nothing, as SGD does."""
     kernel: KernelRule | None = None
     """What kernels call the update; ``None`` if they do not have it."""
     init_steps: float | None = None
@@ -69,16 +71,6 @@ class GroupStep:
     members: list[Member] = field(default_factory=list)
     noises: dict[Any, Any] = field(default_factory=dict)
     """What kernels are told of the noise of a sample, by sample: it is the same in every step."""
-
-    @property
-    def divides_by_root(self) -> bool:
-        """Whether the step divides as Adam does."""
-        return self.preconditioner == "root"
-
-    @property
-    def divides(self) -> bool:
-        """Whether the step divides by anything."""
-        return self.preconditioner != "identity"
 
     @property
     def damping(self) -> float:
