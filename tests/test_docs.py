@@ -159,7 +159,7 @@ def test_the_demo():
 
 def test_the_figures_of_networks():
     shown = shown_of_networks((ROOT / "docs" / "choose.md").read_text())
-    assert len(shown) == 13
+    assert len(shown) == 14
     assert set(shown) <= measured_on_networks()
 
 

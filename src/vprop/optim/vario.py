@@ -47,8 +47,8 @@ class Vario(VariationalOptimizer):
     - σ is at most a share κ of the size of a layer's weights. Where the data say more than that, σ is what they say;
       for the others, in a network most of them, a noise that the layers behind can bear, in place of the prior's.
     - The step divides by the root, as transformers want it, and takes Adam's ``lr``. Networks that are trained by SGD,
-      as convolutional ones with BatchNorm are, want ``preconditioner="identity"``: SGD's step with momentum, whose
-      ``lr`` is SGD's divided by 1−β₁, and a weight decay w as ``prior_precision`` = w·N.
+      as convolutional ones with BatchNorm are, can have its step: ``preconditioner="identity"`` is SGD with momentum,
+      whose ``lr`` is SGD's divided by 1−β₁, and a weight decay w is ``prior_precision`` = w·N.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
