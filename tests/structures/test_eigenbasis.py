@@ -484,6 +484,44 @@ def test_a_state_that_moves_is_found_again():
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("samples", [0, 1])
+def test_a_compiled_step_is_the_same(samples, monkeypatch):
+    """Bases are refreshed, and sizes of the weights followed, where no addresses are known. Compiling takes long."""
+
+    def trained(compiled):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layer = nn.Linear(3, 2, bias=False)
+        optimizer = vprop.Vario(
+            layer.parameters(),
+            lr=0.1,
+            num_data=50,
+            batch_size=8,
+            mc_samples=samples,
+            noise_limit=0.1,
+            structure="eigenbasis",
+            basis_every=5,
+            fused=False,
+        )
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+        x = torch.linspace(-1, 1, 24).view(8, 3)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (layer(x) - x[:, :2].sin()).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(18):  # sizes are looked at in every sixteenth
+            optimizer.step(closure)
+        return {"weight": layer.weight.detach(), **optimizer.state[layer.weight]}
+
+    eager, compiled = trained(False), trained(True)
+    assert eager.keys() == compiled.keys()
+    for key, value in eager.items():
+        torch.testing.assert_close(compiled[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

@@ -136,10 +136,9 @@ class Company:
         """What the states have under a key, one after the other."""
         states = self.states if states is None else states
         tensors = [state[key] for state in states]
-        if not torch.compiler.is_compiling():
-            lying = in_a_row(tensors)
-            if lying is not None:
-                return lying
+        lying = in_a_row(tensors)
+        if lying is not None:
+            return lying
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         if self.kept:
             pieces = flat.split([tensor.numel() for tensor in tensors])
@@ -256,6 +255,8 @@ class Company:
         self.floor.copy_(floors.floor_of(self.step, self.sizes))  # type: ignore[arg-type]  # a graph writes there
         if self.table is not None:
             self.table.floors.copy_(self.floor)
+        for state, size in zip(self.states, self.sizes.unbind(), strict=True) if not self.kept else []:
+            state.setdefault("size", torch.empty_like(size)).copy_(size)
 
     def match_momentum(self, grad: Tensor) -> None:
         """Let the state have momenta if β₁ > 0, and none otherwise; late ones start as in the diagonal structure."""
