@@ -519,7 +519,7 @@ def test_a_compiled_step_is_the_same(samples, monkeypatch):
     eager, compiled = trained(False), trained(True)
     assert eager.keys() == compiled.keys()
     for key, value in eager.items():
-        torch.testing.assert_close(compiled[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(compiled[key], value, rtol=1e-4, atol=1e-5)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
