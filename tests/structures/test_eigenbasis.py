@@ -522,6 +522,39 @@ def test_a_compiled_step_is_the_same(samples, monkeypatch):
         torch.testing.assert_close(compiled[key], value, rtol=1e-4, atol=1e-5)
 
 
+def test_frozen_parameters_do_not_hold_the_memory_of_the_others():
+    """State is shared between matrices; who leaves takes a copy, unless the memory is in use."""
+    weights = [nn.Parameter(random(3, 4, seed=i).float()) for i in range(6)]
+    optimizer = vprop.Vario(weights, lr=0.02, num_data=20, batch_size=4, structure="eigenbasis", basis_every=2)
+
+    def step_without(frozen):
+        for i in frozen:
+            weights[i].requires_grad_(False)
+        with optimizer.sampled_params():
+            for weight in weights:
+                weight.grad = torch.ones_like(weight) if weight.requires_grad else None
+        optimizer.step()
+        pieces = [value.untyped_storage() for state in optimizer.state.values() for value in state.values()]
+        return sum({piece.data_ptr(): piece.nbytes() for piece in pieces}.values())
+
+    first = step_without([])
+    assert [step_without([i]) for i in (2, 0, 4, 1)] == [first] * 4
+    weights[2].requires_grad_(True)
+    assert step_without([]) == first
+
+
+def test_what_others_keep_in_the_state_is_left_alone():
+    weight = nn.Parameter(random(3, 4).float())
+    optimizer = vprop.Vario([weight], num_data=20, batch_size=4, structure="eigenbasis")
+    for _ in range(2):
+        with optimizer.sampled_params():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.state[weight]["note"] = "a hook's"
+    assert optimizer.state[weight]["note"] == "a hook's"
+    assert int(optimizer.state[weight]["step"]) == 2
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

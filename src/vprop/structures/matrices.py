@@ -13,6 +13,8 @@ from vprop.functional.eigenbasis import Basis
 from vprop.structures.members import Member, State
 
 SIDES = ("left", "right")
+SQUARES = ("basis", "average")
+"""What is kept of a side."""
 
 
 def sides_of(shape: torch.Size, limit: int) -> list[tuple[str, int]]:
