@@ -57,7 +57,7 @@ def parted(leaving: Sequence[State], staying: Iterable[State]) -> list[State]:
     Otherwise the state of one frozen parameter would keep that of all others alive, and be saved with it.
     """
     used = {state[key].untyped_storage().data_ptr() for state in staying for key in KEYS if key in state}
-    later = []
+    later: list[State] = []
     for state in leaving:
         for key in KEYS:
             if key in state and state[key].untyped_storage().data_ptr() not in used:
