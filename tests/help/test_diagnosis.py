@@ -212,6 +212,25 @@ def test_a_loss_that_is_a_sum_is_named(num_data, rows, found):
     assert all('reduction="mean"' in finding.remedy for finding in findings)
 
 
+def test_a_loss_that_is_changed_in_place_is_no_sum_and_is_not_compared():
+    model, (x, y) = make_model(), make_batch()
+    optimizer = Vario(model.parameters(), num_data=100, batch_size=12)
+
+    def divided(output, target):
+        loss = nn.functional.cross_entropy(output, target, reduction="sum")
+        loss /= len(target)
+        return loss
+
+    def penalized(output, target):
+        loss = nn.functional.cross_entropy(output, target)
+        loss += 100
+        return loss
+
+    for loss_fn in (divided, penalized):
+        symptoms = {finding.symptom for finding in optimizer.diagnose(Objective(model, loss_fn, x, y))}
+        assert symptoms == {"no steps"}
+
+
 def test_a_model_at_chance_level_is_named():
     model = make_model()
     optimizer = Vario(model.parameters(), num_data=100, batch_size=12)

@@ -394,3 +394,21 @@ def test_a_riemannian_average_does_not_forget_its_start_by_an_edit_either(fused)
     with pytest.raises(ValueError, match=r"Invalid init_steps=0\.0: must be None with a riemannian average"):
         optimizer.step(closure)
     torch.testing.assert_close(p.detach(), torch.ones(3))
+
+
+def test_the_first_step_of_sgds_kind_is_not_rescaled():
+    """``rescale_lr`` makes IVON's first step lr times a plain gradient; that of SGD's kind is one."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = vprop.IVON([weight], lr=0.1, num_data=10, hess_init=0.5, rescale_lr=True, preconditioner="identity")
+    with optimizer.sampled_params():
+        weight.grad = torch.tensor([1.0, -2.0, 3.0])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.1, 0.2, -0.3]))
+
+
+def test_a_group_edited_to_an_unknown_step_is_refused():
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = vprop.Vario([weight], num_data=10, batch_size=5)
+    optimizer.param_groups[0]["preconditioner"] = "sgd"
+    with pytest.raises(ValueError, match="Invalid preconditioner='sgd': must be"):
+        optimizer.step(lambda: None)

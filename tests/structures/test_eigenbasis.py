@@ -484,6 +484,77 @@ def test_a_state_that_moves_is_found_again():
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("samples", [0, 1])
+def test_a_compiled_step_is_the_same(samples, monkeypatch):
+    """Bases are refreshed, and sizes of the weights followed, where no addresses are known. Compiling takes long."""
+
+    def trained(compiled):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layer = nn.Linear(3, 2, bias=False)
+        optimizer = vprop.Vario(
+            layer.parameters(),
+            lr=0.1,
+            num_data=50,
+            batch_size=8,
+            mc_samples=samples,
+            noise_limit=0.1,
+            structure="eigenbasis",
+            basis_every=5,
+            fused=False,
+        )
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+        x = torch.linspace(-1, 1, 24).view(8, 3)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (layer(x) - x[:, :2].sin()).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(18):  # sizes are looked at in every sixteenth
+            optimizer.step(closure)
+        return {"weight": layer.weight.detach(), **optimizer.state[layer.weight]}
+
+    eager, compiled = trained(False), trained(True)
+    assert eager.keys() == compiled.keys()
+    for key, value in eager.items():
+        torch.testing.assert_close(compiled[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_parameters_do_not_hold_the_memory_of_the_others():
+    """State is shared between matrices; who leaves takes a copy, unless the memory is in use."""
+    weights = [nn.Parameter(random(3, 4, seed=i).float()) for i in range(6)]
+    optimizer = vprop.Vario(weights, lr=0.02, num_data=20, batch_size=4, structure="eigenbasis", basis_every=2)
+
+    def step_without(frozen):
+        for i in frozen:
+            weights[i].requires_grad_(False)
+        with optimizer.sampled_params():
+            for weight in weights:
+                weight.grad = torch.ones_like(weight) if weight.requires_grad else None
+        optimizer.step()
+        pieces = [value.untyped_storage() for state in optimizer.state.values() for value in state.values()]
+        return sum({piece.data_ptr(): piece.nbytes() for piece in pieces}.values())
+
+    first = step_without([])
+    assert [step_without([i]) for i in (2, 0, 4, 1)] == [first] * 4
+    weights[2].requires_grad_(True)
+    assert step_without([]) == first
+
+
+def test_what_others_keep_in_the_state_is_left_alone():
+    weight = nn.Parameter(random(3, 4).float())
+    optimizer = vprop.Vario([weight], num_data=20, batch_size=4, structure="eigenbasis")
+    for _ in range(2):
+        with optimizer.sampled_params():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.state[weight]["note"] = "a hook's"
+    assert optimizer.state[weight]["note"] == "a hook's"
+    assert int(optimizer.state[weight]["step"]) == 2
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

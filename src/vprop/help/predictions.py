@@ -71,7 +71,7 @@ def compare_losses(posterior: Posterior, objectives: Iterable[Objective]) -> Los
                 loss = objective.loss_fn(call_model(model, objective.x), objective.y)
             call = watch.call_of(loss)
             is_sum = is_sum or (watch.is_sum(loss) and batch_size_of(objective.y) > 1)
-            if call is not None and call.reduction == "mean":
+            if call is not None and call.reduction == "mean" and not call.was_changed:
                 loss = call.result  # without factors and penalties, so that a constant's can be compared with it
             else:
                 call = None

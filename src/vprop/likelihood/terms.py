@@ -25,6 +25,13 @@ class LossCall(NamedTuple):
     function: Callable[..., Tensor]
     arguments: dict[str, Any]
     result: Tensor
+    changes: int | None = None
+    """How often the result had been changed in place when it was returned; ``None`` where torch does not count."""
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the result was changed in place since (``loss /= count``), and is what the call returned no more."""
+        return _changes(self.result) != self.changes
 
     def option(self, name: str) -> Any:
         """An argument by its name, ``None`` where it was left out."""
@@ -80,7 +87,8 @@ class LossWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _TERMS:
-            self._calls.append(LossCall(func, signature(func).bind(*args, **(kwargs or {})).arguments, result))
+            arguments = signature(func).bind(*args, **(kwargs or {})).arguments
+            self._calls.append(LossCall(func, arguments, result, _changes(result)))
         return result
 
     def call_of(self, loss: Tensor) -> LossCall | None:
@@ -99,7 +107,11 @@ class LossWatch(TorchFunctionMode):
     def is_sum(self, loss: Tensor) -> bool:
         """Whether ``loss`` is a sum over its targets."""
         call = self.call_of(loss)
-        return call is not None and call.reduction == "sum"
+        return call is not None and call.reduction == "sum" and not call.was_changed
+
+
+def _changes(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _of_classes(arguments: dict[str, Any]) -> Tensor:

@@ -22,7 +22,10 @@ class IVONArguments(Shared, Bases, total=False):
     rescale_lr: Annotated[
         bool,
         Hyperparameter(
-            "multiply ``lr`` by hess_init+δ, so that the first step is ``lr`` times a plain gradient.", False, flag
+            "multiply ``lr`` by hess_init+δ, so that the first step is ``lr`` times a plain gradient; with "
+            '``preconditioner="identity"`` it is that already, and nothing is multiplied.',
+            False,
+            flag,
         ),
     ]
 
@@ -72,7 +75,7 @@ class IVON(VariationalOptimizer):
         return RIEMANNIAN
 
     def _rate_factor(self, group: dict[str, Any], ess: float) -> RateFactor:
-        if not group["rescale_lr"]:
+        if not group["rescale_lr"] or group["preconditioner"] == "identity":
             return 1.0
         precision, start = group["prior_precision"], group["hess_init"]
         if isinstance(precision, list):

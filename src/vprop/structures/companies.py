@@ -21,10 +21,13 @@ from vprop.functional.eigenbasis import Basis, in_full_precision
 from vprop.kernels.table import Table
 from vprop.precision import compute_dtype
 from vprop.structures import floors
-from vprop.structures.matrices import SIDES, in_a_row
+from vprop.structures.matrices import SIDES, SQUARES, in_a_row
 from vprop.structures.members import GroupStep, Member, State, refuse_sparse_gradient
 
 Pair = tuple[Member, State]
+
+KEYS = (*("step", "hess", "momentum", "mean", "size"), *(f"{side}_{what}" for side in SIDES for what in SQUARES))
+"""What is kept of a parameter; whatever else a state has is somebody else's."""
 
 
 def batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
@@ -46,6 +49,22 @@ def companies(pairs: Iterable[Pair], keep: bool) -> list[Company]:
         limit=lambda batch: _limit(batch[0]),
     )
     return [Company(chosen, keep) for chosen in found]
+
+
+def parted(leaving: Sequence[State], staying: Iterable[State]) -> list[State]:
+    """Give tensors of their own to states that lie in memory which those that stay have left; the others, for later.
+
+    Otherwise the state of one frozen parameter would keep that of all others alive, and be saved with it.
+    """
+    used = {state[key].untyped_storage().data_ptr() for state in staying for key in KEYS if key in state}
+    later: list[State] = []
+    for state in leaving:
+        for key in KEYS:
+            if key in state and state[key].untyped_storage().data_ptr() not in used:
+                state[key] = state[key].clone()
+            elif key in state and (not later or later[-1] is not state):
+                later.append(state)
+    return later
 
 
 def _kind(pair: Pair) -> tuple[object, ...]:
@@ -128,7 +147,7 @@ class Company:
         )
 
     def _found_addresses(self) -> list[list[int]]:
-        return [[tensor.data_ptr() for tensor in state.values()] for state in self.states]
+        return [[state[key].data_ptr() if key in state else 0 for key in KEYS] for state in self.states]
 
     # -- flat tensors and their parts ------------------------------------------------------------------------
 
@@ -136,10 +155,9 @@ class Company:
         """What the states have under a key, one after the other."""
         states = self.states if states is None else states
         tensors = [state[key] for state in states]
-        if not torch.compiler.is_compiling():
-            lying = in_a_row(tensors)
-            if lying is not None:
-                return lying
+        lying = in_a_row(tensors)
+        if lying is not None:
+            return lying
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         if self.kept:
             pieces = flat.split([tensor.numel() for tensor in tensors])
@@ -160,7 +178,7 @@ class Company:
         first = self.batches[-1].members.stop if self.batches else 0
         start = self.batches[-1].elements.stop if self.batches else 0
         shape, states = eigenbasis.matrix_shape(batch[0][0].p.shape), [state for _, state in batch]
-        square: dict[str, dict[str, Tensor]] = {"basis": {}, "average": {}}
+        square: dict[str, dict[str, Tensor]] = {what: {} for what in SQUARES}
         for what, found in square.items():
             for side, length in zip(SIDES, shape, strict=True):
                 if f"{side}_{what}" in states[0]:
@@ -256,6 +274,8 @@ class Company:
         self.floor.copy_(floors.floor_of(self.step, self.sizes))  # type: ignore[arg-type]  # a graph writes there
         if self.table is not None:
             self.table.floors.copy_(self.floor)
+        for state, size in zip(self.states, self.sizes.unbind(), strict=True) if not self.kept else []:
+            state.setdefault("size", torch.empty_like(size)).copy_(size)
 
     def match_momentum(self, grad: Tensor) -> None:
         """Let the state have momenta if β₁ > 0, and none otherwise; late ones start as in the diagonal structure."""

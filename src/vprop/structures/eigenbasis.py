@@ -25,9 +25,9 @@ from vprop.posterior import EigenbasisPosterior
 from vprop.structures import rotated
 from vprop.structures.base import MEAN, Structure, TensorSpec
 from vprop.structures.checks import broken
-from vprop.structures.companies import Company, CompanyPlan, companies
+from vprop.structures.companies import Company, CompanyPlan, companies, parted
 from vprop.structures.foldings import Folding
-from vprop.structures.matrices import SIDES, Rotation, sides_of
+from vprop.structures.matrices import SIDES, SQUARES, Rotation, sides_of
 from vprop.structures.members import GroupStep, Marginal, Member, State, draw_of, members_of, require_finite
 from vprop.structures.plans import Plan
 from vprop.structures.portable import PortableDiagonal
@@ -51,7 +51,7 @@ class Eigenbasis(PortableDiagonal):
         "momentum": TensorSpec(),
         "mean": MEAN,
         "size": TensorSpec(like_parameter=False, shape=()),
-        **{f"{side}_{what}": TensorSpec(like_parameter=False) for side in SIDES for what in ("basis", "average")},
+        **{f"{side}_{what}": TensorSpec(like_parameter=False) for side in SIDES for what in SQUARES},
     }
 
     def __init__(self, optimizer: str) -> None:
@@ -60,6 +60,8 @@ class Eigenbasis(PortableDiagonal):
         self._companies: list[Company] = []
         self._companies_of: list[GroupStep] | None = None
         """The groups that the companies are made of."""
+        self._left: list[State] = []
+        """Of parameters that take part no longer, in the memory of those that do."""
         self._scratch = Scratch()
         self._refreshes = Refreshes()
         self._captured: list[Any] = []
@@ -155,7 +157,11 @@ class Eigenbasis(PortableDiagonal):
             company.is_current([by_param[id(p)] for p in company.params]) for company in self._companies
         ):
             self._companies_of = None  # until all is done, should an interrupt come through
+            gone = [(p, state) for c in self._companies for p, state in zip(c.params, c.states, strict=True)]
+            self._left += [state for p, state in gone if id(p) not in by_param and self.state.get(p) is state]
             self._companies = companies(zip(self.members, states, strict=True), keep=True)
+            here = set(map(id, states))
+            self._left = parted([state for state in self._left if id(state) not in here], states)
             self._scratch.make_room([company for company in self._companies if kernels_take(company)])
             self._companies_of = self.groups
         return self._companies

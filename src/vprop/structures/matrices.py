@@ -13,6 +13,8 @@ from vprop.functional.eigenbasis import Basis
 from vprop.structures.members import Member, State
 
 SIDES = ("left", "right")
+SQUARES = ("basis", "average")
+"""What is kept of a side."""
 
 
 def sides_of(shape: torch.Size, limit: int) -> list[tuple[str, int]]:
@@ -22,7 +24,12 @@ def sides_of(shape: torch.Size, limit: int) -> list[tuple[str, int]]:
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that lie one after the other in one piece of memory, as one flat tensor; ``None`` if they do not."""
+    """Tensors that lie one after the other in one piece of memory, as one flat tensor; ``None`` if they do not.
+
+    Where a step is traced (torch.compile) there are no addresses, so that none do.
+    """
+    if torch.compiler.is_compiling():
+        return None
     first, place = tensors[0], tensors[0].data_ptr()
     memory = first.untyped_storage().data_ptr()
     for tensor in tensors:
@@ -40,10 +47,9 @@ def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def stacked(tensors: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
     """Tensors as one batch of matrices, in their own memory if they lie there in a row."""
-    if not torch.compiler.is_compiling():
-        lying = in_a_row(tensors)
-        if lying is not None:
-            return lying.view(len(tensors), *shape)
+    lying = in_a_row(tensors)
+    if lying is not None:
+        return lying.view(len(tensors), *shape)
     return torch.stack([tensor.reshape(shape) for tensor in tensors])
 
 
@@ -93,10 +99,9 @@ def refresh(states: Sequence[State], shape: tuple[int, int], side: str, solve: b
     """Let the bases of one side, of matrices of one shape, follow the averages, and turn all that is kept in them."""
     basis, average = f"{side}_basis", f"{side}_average"
     square = (shape[SIDES.index(side)],) * 2
-    found = {key: stacked([state[key] for state in states], square) for key in (basis, average)}
-    for key in ("hess", "momentum"):
-        if key in states[0]:
-            found[key] = stacked([state[key] for state in states], shape)
+    shapes = {basis: square, average: square, "hess": shape, "momentum": shape}
+    kept = {key: [state[key] for state in states] for key in shapes if key in states[0]}
+    found = {key: stacked(tensors, shapes[key]) for key, tensors in kept.items()}
     old, products = eigenbasis.wide(found[basis]), eigenbasis.wide(found[average])
     change = eigenbasis.solved if solve else eigenbasis.turned
     new = change(old, products, rounding=torch.finfo(found[basis].dtype).eps)
@@ -107,9 +112,14 @@ def refresh(states: Sequence[State], shape: tuple[int, int], side: str, solve: b
     if "momentum" in found:
         results["momentum"] = eigenbasis.rotated(eigenbasis.wide(found["momentum"]), *turns)
     for key, values in results.items():
-        if in_a_row([state[key] for state in states]) is not None:
-            found[key].copy_(values)
-        else:
-            targets = [state[key] for state in states]
-            pieces = [value.reshape(target.shape) for value, target in zip(values, targets, strict=True)]
-            torch._foreach_copy_(targets, pieces)
+        _write(kept[key], values)
+
+
+def _write(targets: Sequence[Tensor], values: Tensor) -> None:
+    """A batch of matrices into tensors of as many elements."""
+    lying = in_a_row(targets)
+    if lying is not None:
+        lying.view(values.shape).copy_(values)
+    else:
+        pieces = [value.reshape(target.shape) for value, target in zip(values, targets, strict=True)]
+        torch._foreach_copy_(list(targets), pieces)

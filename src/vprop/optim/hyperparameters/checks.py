@@ -100,6 +100,11 @@ def one_of(values: tuple[Any, ...], remedy: str, allowed: str | None = None) -> 
 
 
 choice = one_of((None, True, False), "None lets the library choose.", "None, True or False")
+preconditioner = one_of(
+    ("precision", "root", "identity"),
+    "Precision: the natural-gradient step; root: a step of Adam's kind; identity: of SGD's.",
+    '"precision", "root" or "identity"',
+)
 who_draws = one_of(
     ("shared", "per_rank"),
     "Shared: the ranks of a data-parallel run draw the same samples; per_rank: each draws its own.",
@@ -165,12 +170,13 @@ def enough_samples(name: str, group: dict[str, Any]) -> None:
 
 
 def check_samples(group: dict[str, Any]) -> None:
-    """Check how many samples and examples there are, and nothing else: groups can be edited at any time."""
+    """Check how many samples and examples there are, and the kind of step: groups can be edited at any time."""
     sample_count("mc_samples", group)
     enough_samples("mc_samples", group)
     if "batch_size" in group:  # not every method has it
         batch_size("batch_size", group)
     if "preconditioner" in group:
+        preconditioner("preconditioner", group)
         root_of_known_batches("preconditioner", group)
 
 

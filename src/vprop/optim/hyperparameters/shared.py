@@ -176,11 +176,7 @@ class Preconditioner(TypedDict, total=False):
             '``batch_size``; or ``"identity"``: a step of SGD\'s kind, which divides by nothing. Its ``lr`` is that of '
             "SGD divided by 1−β₁: 1 where SGD has 0.1 with momentum 0.9. The posterior's precision stays what it is.",
             "precision",
-            checks.one_of(
-                ("precision", "root", "identity"),
-                "Precision: the natural-gradient step; root: a step of Adam's kind; identity: of SGD's.",
-                '"precision", "root" or "identity"',
-            ),
+            checks.preconditioner,
             checks.root_of_known_batches,
         ),
     ]
