@@ -155,7 +155,7 @@ TABLE = [
             ),
             (
                 {"structure": "full", "hess_floor": 0.5},
-                r"Invalid hess_floor=0\.5: must be 0\.0 for a full covariance\. A step",
+                r"Invalid hess_floor=0\.5: must be 0\.0 for a full covariance\. Steps of",
             ),
             (
                 {"structure": "full", "noise_limit": 0.5},
