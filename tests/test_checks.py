@@ -77,6 +77,16 @@ def test_what_is_no_number_of_samples(count):
         POSTERIOR.elbo(BATCHES, count, loss_fn=F.cross_entropy)
 
 
+def test_a_noise_variance_of_classes():
+    for noise in (0.5, 1.0):
+        with pytest.raises(ValueError, match=r"Invalid noise_variance=.*: must be left out with likelihood='categoric"):
+            POSTERIOR.predict(X, likelihood="categorical", noise_variance=noise)
+    with pytest.raises(
+        ValueError, match=r"Invalid noise_variance=0\.5: must be left out with likelihood='categorical'"
+    ):
+        OPTIMIZER.posterior(MODEL, likelihood="categorical", noise_variance=0.5)
+
+
 def test_a_long_value_is_shortened():
     with pytest.raises(ValueError, match=r"Invalid seed=1000") as caught:
         POSTERIOR.sample(seed=HUGE)

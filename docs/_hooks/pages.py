@@ -7,6 +7,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -24,6 +25,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, source in config.extra["repository_pages"].items():
         files.append(File.generated(config, page, abs_src_path=str(root / source)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> None:
+    """Keep some pages out of the search."""
+    if page.file.src_uri in config.extra["pages_without_search"]:
+        page.meta["search"] = {"exclude": True}
 
 
 def absent_pages(config: MkDocsConfig) -> list[str]:

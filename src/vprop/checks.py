@@ -43,10 +43,11 @@ def check_seed(seed: Any) -> int:
     return int(seed)
 
 
-def check_num_samples(num_samples: Any) -> int:
+def check_num_samples(num_samples: Any, *, least: int = 1, default: int = 32) -> int:
     """``num_samples`` as an int, if it is a number of samples. The generator counts no further than 2**30."""
-    if not is_number(num_samples, whole=True) or not 1 <= num_samples < 2**30:
-        raise invalid("num_samples", num_samples, "an integer >= 1 (and below 2**30)", "32 is the default.")
+    if not is_number(num_samples, whole=True) or not least <= num_samples < 2**30:
+        allowed = f"an integer >= {least} (and below 2**30)"
+        raise invalid("num_samples", num_samples, allowed, f"{default} is the default.")
     return int(num_samples)
 
 

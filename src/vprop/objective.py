@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,13 @@ class Objective:
     def noise_variance(self) -> float | Tensor:
         """Variance of an observation around its mean, as it is now; 1.0 where the likelihood has none."""
         return self._noise_variance if self._noise_module is None else self._noise_module.current_noise()
+
+    @property
+    def loss_is_sum(self) -> bool:
+        """Whether the loss says that it is a sum over the batch: one of torch's, or a partial, with reduction="sum"."""
+        if isinstance(self.loss_fn, partial):
+            return self.loss_fn.keywords.get("reduction") == "sum"
+        return isinstance(self.loss_fn, nn.modules.loss._Loss) and self.loss_fn.reduction == "sum"
 
     def __call__(self) -> Tensor:
         """Clear the gradients, compute the loss and its gradients at the current weights."""

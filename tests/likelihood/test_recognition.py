@@ -90,6 +90,11 @@ def test_arguments_beside_the_loss():
         Objective(model, F.mse_loss, x, y, likelihood=HeteroscedasticGaussianLikelihood(), noise_variance=0.3)
     with pytest.raises(ValueError, match=r"must be left out with likelihood='heteroscedastic'\. The noise is in the"):
         Objective(model, lambda output, y: 0.0, x, y, likelihood="heteroscedastic", noise_variance=0.3)
+    for kind in ("categorical", "bernoulli"):
+        with pytest.raises(
+            ValueError, match=rf"Invalid noise_variance=0\.3: must be left out with likelihood='{kind}'"
+        ):
+            Objective(model, lambda output, y: 0.0, x, y, likelihood=kind, noise_variance=0.3)
 
 
 def test_snapshots():

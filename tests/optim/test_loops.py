@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import nn
 
 from tests.harness import LOOPS, assert_same_run, backward, make_batch, make_model, train
 from tests.table import cases
-from vprop import Objective, Vprop
+from vprop import Objective, Vario, Vprop
 
 
 @pytest.mark.parametrize("case", cases(any_loop=True))
@@ -135,6 +137,23 @@ def test_a_parameter_absent_from_some_samples_counts_as_zero_there():
         optimizer.step()
         states.append((v.detach().clone(), optimizer.state[v]["hess"].clone()))
     torch.testing.assert_close(states[0], states[1])
+
+
+def test_a_closure_without_backward():
+    model, x = nn.Linear(2, 1), torch.ones(3, 2)
+    optimizer = Vario(model.parameters(), num_data=3, batch_size=3)
+    with pytest.raises(RuntimeError, match=r"no parameter has a gradient\. Call loss\.backward\(\) in the closure"):
+        optimizer.step(lambda: model(x).square().mean())
+
+
+def test_an_objective_whose_loss_is_a_sum():
+    """It would count N times. Of N = 1 it is right: the sum over all data is the mean over one example."""
+    model, x, y = nn.Linear(2, 1), torch.ones(3, 2), torch.zeros(3, 1)
+    for loss_fn in (nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum")):
+        objective = Objective(model, loss_fn, x, y)
+        with pytest.raises(ValueError, match=r'Invalid loss_fn: it is a sum over the batch .* num_data=3 .*"mean"'):
+            Vario(model.parameters(), num_data=3, batch_size=3).step(objective)
+        Vario(model.parameters(), num_data=1, batch_size=1).step(objective)
 
 
 def test_a_loss_is_no_closure():

@@ -253,6 +253,11 @@ def test_a_file_without_a_checksum_is_read(tmp_path):
     assert torch.equal(posterior.sample(seed=1)["weight"], new.sample(seed=1)["weight"])
 
 
+def test_a_noise_variance_of_classes_in_an_old_file_means_nothing(tmp_path):
+    old_file(tmp_path / "old", settings={"likelihood": "categorical", "noise_variance": 0.5})
+    assert load(tmp_path / "old").predict(torch.ones(3, 2)).probs.shape == (3, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [

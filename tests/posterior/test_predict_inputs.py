@@ -195,6 +195,7 @@ def test_memory_is_bounded_by_the_batch():
         (3.5, r"got float \(3\.5\), must be a tensor"),
         (True, r"got bool \(True\)"),
         ({1, 2}, r"got set"),
+        ([[1.0, 2], [3, 4]], r"got a list of numbers, must be a tensor, .* Make a tensor of it: torch\.tensor\(x\)"),
         ((), r"got an empty tuple, must be a tensor"),
         ({}, r"got an empty dict, must be a tensor"),
         (TensorDataset(X), r"got TensorDataset, .* Make batches of it: torch\.utils\.data\.DataLoader\(dataset, "),
@@ -246,6 +247,8 @@ def test_a_tensor_that_does_not_fit_is_named(posterior, x, message, method):
         TypeError, match=r"cannot be called with \(a float32 tensor .* torch says: .*positional argument"
     ):
         posterior.predict((X, X))
+    with pytest.raises(TypeError, match=r"on cpu, … 50 in all\)\. torch says: .*positional argument"):
+        posterior.predict(list(X))
 
 
 @pytest.mark.parametrize("method", ["monte_carlo", "linearized"])

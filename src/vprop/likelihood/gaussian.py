@@ -203,6 +203,11 @@ def _checked_variance(noise_variance: float | Tensor, shape: tuple[int, ...]) ->
             f"Invalid noise_variance of shape {tuple(variance.shape)}: must be a number or have shape={shape!r}. "
             "Pass one variance, or one for each element of the output's last dimension."
         )
+    if not bool((variance > 0).all()):
+        raise ValueError(
+            f"Invalid noise_variance={noise_variance!r}: must be > 0. It is the variance, not its logarithm, of an "
+            "observation around its mean: 1.0 is the default."
+        )
     lowest, highest = math.exp(-LOG_VARIANCE_LIMIT), math.exp(LOG_VARIANCE_LIMIT)
     if not bool(((variance >= lowest) & (variance <= highest)).all()):
         raise ValueError(

@@ -14,6 +14,8 @@ from vprop.likelihood.terms import options_beyond_a_log_likelihood
 from vprop.precision import as_tensor
 
 Likelihood = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic"]
+CLASSES = ("categorical", "bernoulli")
+"""The kinds of classifiers."""
 
 
 class LikelihoodModule(nn.Module):
@@ -94,11 +96,22 @@ def snapshot_likelihood(
             f"Invalid noise_variance={noise_variance!r}: must be left out with likelihood='heteroscedastic'. The noise "
             "is in the model's outputs: their last half are log-variances."
         )
+    if given:
+        refuse_noise_of_classes(kind, noise_variance)
     if isinstance(likelihood, LikelihoodModule):
         return kind, likelihood.current_noise()
     if isinstance(noise_variance, Tensor):
         return kind, noise_variance.detach().clone()
     return kind, 1.0 if noise_variance is None else noise_variance
+
+
+def refuse_noise_of_classes(kind: Any, noise_variance: float | Tensor | None) -> None:
+    """Refuse a noise variance of a classifier, which would change nothing."""
+    if kind in CLASSES:
+        raise ValueError(
+            f"Invalid noise_variance={shown(noise_variance)}: must be left out with likelihood={kind!r}. Classes have "
+            "no noise variance; for a regression pass likelihood='gaussian'."
+        )
 
 
 def likelihood_of(loss_fn: Callable[..., Any]) -> tuple[Likelihood, float | Tensor] | None:

@@ -142,6 +142,8 @@ class TrainingLoops(Optimizer):
         steps, structure = self._prepare(), self._structure
         if structure.needs_objective and not isinstance(closure, Objective):
             refusals.require_objective(type(self).__name__)
+        if isinstance(closure, Objective) and not structure.needs_objective:  # those who need it look closer
+            refusals.refuse_sum(closure, self.param_groups[0]["num_data"])
         structure.examples = closure.examples_on_all_ranks() if isinstance(closure, Objective) else None
         structure.most_examples = max(structure.most_examples, structure.examples or 0)
         if structure.asks_objective:

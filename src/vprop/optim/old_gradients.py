@@ -25,6 +25,10 @@ NOTHING_DONE = (
     "Trainer(callbacks=[vprop.integrations.lightning.PosteriorCallback()]) or "
     "`with optimizer.sampled_params():` (mc_samples=1), or pass your own closure to step()."
 )
+NO_BACKWARD = (
+    "The closure returned a loss, but no parameter has a gradient. Call loss.backward() in the closure; or pass "
+    "vprop.Objective(model, loss_fn, x, y), which does."
+)
 
 
 @dataclass
@@ -51,6 +55,8 @@ class ClosureWatch:
         else:
             result = _watched_call(closure, params)
         self.known = code if self.cleared else None
+        if isinstance(result, Tensor) and result.requires_grad and all(p.grad is None for p in params):
+            raise RuntimeError(NO_BACKWARD)
         return result
 
 

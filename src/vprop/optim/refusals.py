@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vprop.checks import invalid, is_number
+from vprop.objective import Objective
 
 
 def refuse_no_closure(closure: Any) -> None:
@@ -27,6 +28,16 @@ def require_objective(optimizer: str) -> None:
         f"{optimizer} takes its curvature from more than a gradient, so step() must be given an "
         "objective: optimizer.step(vprop.Objective(model, loss_fn, x, y)), with loss_fn(model(x), y) the mean "
         "loss."
+    )
+
+
+def refuse_sum(objective: Objective, num_data: float) -> None:
+    """Refuse a loss that says it is a sum: it would count ``num_data`` times. A sum over all data has num_data=1."""
+    if not objective.loss_is_sum or num_data <= 1:
+        return
+    raise ValueError(
+        f'Invalid loss_fn: it is a sum over the batch (reduction="sum"), must be a mean, as PyTorch\'s losses are by '
+        f'default: num_data={num_data:g} says how many examples the mean stands for. Use reduction="mean".'
     )
 
 
@@ -57,9 +68,9 @@ def require_samples(count: int, drawn: int, attached: bool) -> None:
         raise RuntimeError(
             f"step() without a sample: mc_samples={count}, but no weights were drawn since the last step, so the "
             "gradients belong to the mean. Pass a closure, run forward and backward inside "
-            "`with optimizer.sampled_params():`, or call optimizer.attach(model); in Lightning add "
-            "vprop.integrations.lightning.PosteriorCallback() to the Trainer; for gradients at the mean use "
-            "mc_samples=0."
+            "`with optimizer.sampled_params():`, or call optimizer.attach(model); to the Trainer of "
+            "Lightning or of Hugging Face add the PosteriorCallback() of vprop.integrations.lightning or of "
+            "vprop.integrations.huggingface; for gradients at the mean use mc_samples=0."
         )
     if drawn < count:
         raise RuntimeError(

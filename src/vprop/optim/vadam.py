@@ -9,13 +9,13 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, MeanSquare
-from vprop.optim.hyperparameters import Floored, not_centered, with_hyperparameters
+from vprop.optim.hyperparameters import Floored, not_centered, rate, with_hyperparameters
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import VADAM, Rule
 
 
 @with_hyperparameters(
-    lr={"words": "step size on the scale of Adam's."},
+    lr={"words": "step size on the scale of Adam's.", "check": rate(0.001)},
     betas={"default": (0.9, 0.999)},
     hess_init={
         "default": 0.0,

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from vprop.curvature import CurvatureEstimator, SquaredGradient
-from vprop.optim.hyperparameters import Shared, not_centered, with_hyperparameters
+from vprop.optim.hyperparameters import Shared, not_centered, rate, with_hyperparameters
 from vprop.optim.hyperparameters.declaration import REQUIRED
 from vprop.optim.hyperparameters.shared import STRUCTURES, Bases, MatrixSize
 from vprop.optim.optimizer import VariationalOptimizer
@@ -21,7 +21,10 @@ class VarioArguments(Shared, Bases, MatrixSize, total=False):
 
 
 @with_hyperparameters(
-    lr={"words": "step size, as for Adam. Best with a short warm-up and a cosine that ends at zero."},
+    lr={
+        "words": "step size, as for Adam. Best with a short warm-up and a cosine that ends at zero.",
+        "check": rate(0.003),
+    },
     betas={"default": (0.9, 0.999)},
     batch_size={"default": REQUIRED},
     init_steps={"default": 0.0},

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vprop.checks import check_model
 from vprop.files import path_of
+from vprop.likelihood.kinds import CLASSES
 from vprop.posterior import _container, _registry
 from vprop.posterior.calibrated import Scales
 from vprop.posterior.prior import GaussianPrior
@@ -101,6 +102,8 @@ def made_of(
     _to_devices(sections, model, (*_BY_PARAMETER, "buffer", *cls.sections_by_parameter), device)
     mean = {name: mean[name] for name in saved_order}
     prior = GaussianPrior(sections["prior_mean"], sections["prior_precision"])
+    if settings.get("likelihood") in CLASSES:
+        settings.pop("noise_variance", None)  # files of before it was refused may have one, which meant nothing
     rest = settings | {"buffers": sections.get("buffer", {})}
     if "scales" in rest:
         rest["scales"] = _scales(rest["scales"], path)

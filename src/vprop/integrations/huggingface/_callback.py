@@ -57,10 +57,8 @@ class PosteriorCallback(TrainerCallback):
         likelihood: LikelihoodLike | None = None,
         noise_variance: float | Tensor | None = None,
     ) -> None:
-        if num_samples != 0:
-            check_num_samples(num_samples)
         snapshot_likelihood(likelihood, noise_variance)  # refuses what is none
-        self.num_samples = num_samples
+        self.num_samples = check_num_samples(num_samples, least=0, default=8)
         self.seed = check_seed(seed)
         self.likelihood = likelihood
         self.noise_variance = noise_variance

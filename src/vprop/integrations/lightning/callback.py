@@ -69,7 +69,7 @@ class PosteriorCallback(Callback):
         every_n_steps: int | None = 50,
     ) -> None:
         snapshot_likelihood(likelihood, noise_variance)  # checks them
-        check_num_samples(num_samples)
+        check_num_samples(num_samples, default=8)
         if every_n_steps is not None and not (type(every_n_steps) is int and every_n_steps >= 1):
             raise ValueError(f"Invalid every_n_steps={every_n_steps!r}: must be an integer >= 1, or None for no logs.")
         self.likelihood = likelihood

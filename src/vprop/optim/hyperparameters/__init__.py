@@ -1,6 +1,6 @@
 """Hyperparameters: each is declared once, and constructors, signatures, checks and documentation follow."""
 
-from vprop.optim.hyperparameters.checks import check_hyperparameters, check_samples, not_centered
+from vprop.optim.hyperparameters.checks import check_hyperparameters, check_samples, not_centered, rate
 from vprop.optim.hyperparameters.constructors import with_hyperparameters
 from vprop.optim.hyperparameters.declaration import Hyperparameter, declared_in
 from vprop.optim.hyperparameters.shared import LR, Basic, Floored, Shared, SharedByFull
@@ -16,5 +16,6 @@ __all__ = [
     "check_samples",
     "declared_in",
     "not_centered",
+    "rate",
     "with_hyperparameters",
 ]

@@ -54,18 +54,24 @@ def not_negative(remedy: str, allowed: str = "a finite number >= 0") -> Check:
     return number(allowed, lambda v: 0 <= v < math.inf, remedy)
 
 
-def rate(name: str, group: dict[str, Any]) -> None:
+def rate(first_try: float) -> Check:
     """A step size. One that is a tensor is kept as a view: whoever changes the tensor changes the rate."""
-    lr = group[name]
-    if isinstance(lr, Tensor):
-        usable = lr.numel() == 1 and lr.is_floating_point() and lr.layout == torch.strided and not lr.is_meta
-        if not usable or lr.requires_grad:
-            allowed = "a finite number >= 0, or a tensor with one such number, of a floating-point dtype, without a "
-            raise invalid(name, lr, f"{allowed}gradient", "Pass e.g. lr=torch.tensor(0.1).")
-        group[name] = lr.reshape(())
-    value = lr.item() if isinstance(lr, Tensor) else lr
-    if not is_finite(value) or value < 0:
-        raise invalid(name, group[name], "a finite number >= 0", "0.1 is a good first try.")
+
+    def check(name: str, group: dict[str, Any]) -> None:
+        lr = group[name]
+        if isinstance(lr, Tensor):
+            usable = lr.numel() == 1 and lr.is_floating_point() and lr.layout == torch.strided and not lr.is_meta
+            if not usable or lr.requires_grad:
+                allowed = (
+                    "a finite number >= 0, or a tensor with one such number, of a floating-point dtype, without a "
+                )
+                raise invalid(name, lr, f"{allowed}gradient", f"Pass e.g. lr=torch.tensor({first_try}).")
+            group[name] = lr.reshape(())
+        value = lr.item() if isinstance(lr, Tensor) else lr
+        if not is_finite(value) or value < 0:
+            raise invalid(name, group[name], "a finite number >= 0", f"{first_try} is a good first try.")
+
+    return check
 
 
 def flag(name: str, group: dict[str, Any]) -> None:
@@ -237,7 +243,9 @@ def _scales(group: dict[str, Any]) -> None:
     limits = torch.finfo(torch.float64 if wide else torch.float32)
     ess, hess, precision = group["num_data"] / group["temperature"], group["hess_init"], group["prior_precision"]
     if float(group["lr"]) > limits.max:
-        raise invalid("lr", group["lr"], f"<= {limits.max:.2g}, the largest {limits.dtype}", "0.1 is a good first try.")
+        raise invalid(
+            "lr", group["lr"], f"<= {limits.max:.2g}, the largest {limits.dtype}", "Useful step sizes are 1 or less."
+        )
     made_of = {"hess_init": hess, "num_data/temperature": ess}
     if is_number(precision) and limits.tiny <= ess <= limits.max:
         damped = hess + precision / ess

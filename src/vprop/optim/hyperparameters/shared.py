@@ -19,7 +19,7 @@ from vprop.optim.hyperparameters.declaration import Hyperparameter
 LR = Hyperparameter(
     "step size, a number or a one-element tensor. The step is Newton-like, so 1 is a full step; 0.1 is the value to "
     "start from.",
-    check=checks.rate,
+    check=checks.rate(0.1),
 )
 """The one that can be given by position, so that it stands in the constructors, with its default."""
 

@@ -153,7 +153,8 @@ def described(x: Any) -> str:
     if isinstance(x, PackedSequence):
         return f"a PackedSequence of {described(x.data)}"
     if isinstance(x, tuple | list):
-        return "(" + ", ".join(described(value) for value in x) + ")"
+        shown_of_many = [described(value) for value in x[:4]] + [f"… {len(x)} in all"] * (len(x) > 4)
+        return "(" + ", ".join(shown_of_many) + ")"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"a {x.dtype} array of shape {tuple(x.shape)}"
     return f"{type(x).__name__} ({shown(x)})"
@@ -178,6 +179,8 @@ def _refuse(x: Any, where: str) -> None:
         found, remedy = described(x), "Text is made into tensors by the model's tokenizer, numbers by torch.tensor."
     elif isinstance(x, tuple | list | Mapping) and len(x) == 0:
         found, remedy = f"an empty {type(x).__name__}", "A tuple or list has the positional arguments of the model."
+    elif isinstance(x, tuple | list) and all(is_number(value) for value in leaves(x)):
+        found, remedy = f"a {type(x).__name__} of numbers", "Make a tensor of it: torch.tensor(x)."
     else:
         return
     raise TypeError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vprop.checks import check_flag, check_num_samples, check_seed, invalid
 from vprop.likelihood import LikelihoodLike
+from vprop.likelihood.kinds import refuse_noise_of_classes
 from vprop.posterior.calibrated import scaled_moments, scaled_outputs
 from vprop.posterior.linearized import LinearizedPrediction
 from vprop.posterior.prediction import Prediction
@@ -87,7 +88,9 @@ def predict(
     refuse_sharded(posterior.model, "predict()")
     _refuse_another_model(posterior)
     likelihood = posterior.likelihood if likelihood is None else likelihood
-    if noise_variance is None and likelihood == "gaussian":
+    if noise_variance is not None:
+        refuse_noise_of_classes(likelihood, noise_variance)
+    elif likelihood == "gaussian":
         noise_variance = posterior.noise_variance
     batches = batches_of(x, settings.batch_size, posterior.model)
     predicted = _of_a_batch(posterior, settings, likelihood, noise_variance, several=not batches.whole)
