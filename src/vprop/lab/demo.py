@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def run(out: Path, *, quick: bool = False) -> dict[str, Any]:
     """Run both parts, write ``demo.json`` and the plots into ``out``, print a summary."""
     console = Console()
     columns = (TextColumn("{task.description:<38}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with one_thread(), Progress(*columns, console=console) as progress:
         result = {
             "environment": environment(),
             "regression": regression(progress, steps=50 if quick else 2000),
@@ -48,6 +49,17 @@ def run(out: Path, *, quick: bool = False) -> dict[str, Any]:
     ]
     _summarise(console, result, [out / "demo.json", *pictures])
     return result
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Networks this small are no faster with several, and on a busy machine many times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # -- a regression with error bars ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,6 +27,8 @@ from vprop.lab.bench.tensors import Tensors
 
 WARM_UP = 200_000
 """Parameters of the first steps in a process: enough for torch to start its threads."""
+SMALL = 2e6
+"""Parameters up to which processes of several contenders fit into the memory side by side."""
 CALLS = 3
 GIVE_BACK_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 """For the C library: freed memory goes back to the system, so that what is resident is what is used."""
@@ -93,19 +95,25 @@ def measure(
     """A row for each contender."""
     if device.type == "cpu" and sys.platform != "linux":
         raise BenchError("--device cpu: how much memory a process needs is read from /proc, which only Linux has.")
-    rows: list[dict[str, Any]] = []
-    for contender in chosen:
+
+    def row(contender: Contender) -> dict[str, Any]:
         report(contender.name)
         try:
             if device.type == "cuda":
                 found = extra(contender, Tensors(params, tensors, device), GpuMeter())
             else:
                 found = in_a_process(contender.name, params, tensors)
-            rows.append({"name": contender.name, "available": True} | found)
+            return {"name": contender.name, "available": True} | found
         except Unavailable as reason:
-            rows.append({"name": contender.name, "available": False, "reason": str(reason)})
-        clean_up()
-    return rows
+            return {"name": contender.name, "available": False, "reason": str(reason)}
+        finally:
+            clean_up()
+
+    if device.type == "cuda" or params > SMALL:
+        return [row(contender) for contender in chosen]
+    # Starting a process takes seconds, and what is resident in one says nothing of the others.
+    with ThreadPoolExecutor(os.cpu_count() or 1) as side_by_side:
+        return list(side_by_side.map(row, chosen))
 
 
 def in_a_process(name: str, params: float, tensors: int) -> dict[str, float]:
