@@ -8,8 +8,7 @@ import statistics
 import time
 import tracemalloc
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vprop import Vprop
+from vprop.lab.environment import one_thread
 
 STEPS = 20_000
 WARM_UP = 2_000
@@ -67,17 +67,6 @@ def make_step(loop: str, implementation: dict[str, bool]) -> Callable[[], None]:
     return LOOPS[loop](optimizer, model, lambda: F.cross_entropy(model(x), y))
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """More of them make the times of small operations noisy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def resident_bytes() -> int:
     """The memory that the process has now, of whatever kind; 0 on systems that do not say."""
     try:
@@ -108,7 +97,7 @@ def test_a_long_run_is_flat(loop, implementation):
     times = array("d", bytes(8 * STEPS))  # takes its memory at once, and no object for each number
     objects, resident = 0, []
     steps_between = STEPS - 2 * WARM_UP
-    with one_thread():
+    with one_thread():  # more of them make the times of small operations noisy
         for i in range(STEPS):
             if i == 2 * WARM_UP:
                 objects = python_objects()

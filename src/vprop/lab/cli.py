@@ -50,7 +50,7 @@ def demo(
         raise typer.BadParameter(
             f"cannot write to {out}: {error.strerror}. Choose another folder with --out."
         ) from error
-    run(out, quick=short)
+    run(out, short=short)
 
 
 @app.command()

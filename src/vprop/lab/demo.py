@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,21 @@ from torch.optim.lr_scheduler import OneCycleLR
 from vprop import Objective, VariationalOptimizer, Vario, metrics
 from vprop.files import write_text
 from vprop.lab import plots
-from vprop.lab.environment import environment
+from vprop.lab.environment import environment, one_thread
 from vprop.lab.gains import gains
 
 NOISE_STD = 0.15
 
 
-def run(out: Path, *, quick: bool = False) -> dict[str, Any]:
+def run(out: Path, *, short: bool = False) -> dict[str, Any]:
     """Run both parts, write ``demo.json`` and the plots into ``out``, print a summary."""
     console = Console()
     columns = (TextColumn("{task.description:<38}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with one_thread(), Progress(*columns, console=console) as progress:
         result = {
             "environment": environment(),
-            "regression": regression(progress, steps=50 if quick else 2000),
-            "digits": digits(progress, epochs=1 if quick else 40, splits=1 if quick else 5),
+            "regression": regression(progress, steps=50 if short else 2000),
+            "digits": digits(progress, epochs=1 if short else 40, splits=1 if short else 5),
         }
     write_text(out / "demo.json", json.dumps(result, indent=1))
     pictures = [
@@ -49,17 +48,6 @@ def run(out: Path, *, quick: bool = False) -> dict[str, Any]:
     ]
     _summarise(console, result, [out / "demo.json", *pictures])
     return result
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Networks this small are no faster with several, and on a busy machine many times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # -- a regression with error bars ----------------------------------------------------------------------------
