@@ -14,6 +14,7 @@ from rich.console import Console
 
 from vprop.lab.deep import contenders, results
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
+from vprop.lab.deep.gpt import CharacterGPT, adapt
 from vprop.lab.deep.pool import TimedPool
 from vprop.lab.deep.protocol import Bench
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
@@ -125,26 +126,43 @@ def stored(place, task, name, losses):
 
 def test_the_setting_with_the_smallest_loss_is_taken(tmp_path):
     grid = contenders.BY_NAME["vario"].grid(IMAGES)
-    choice = stored(bench(tmp_path), IMAGES, "vario", (0.5, None, 0.3, 0.4))
+    choice = stored(bench(tmp_path), IMAGES, "vario", (0.5, None, 0.3))
     assert choice.setting == grid[2]
     assert choice.complete
-    assert choice.losses == (0.5, None, 0.3, 0.4)
+    assert choice.losses == (0.5, None, 0.3)
 
 
 def test_without_tuning_the_first_setting_is_taken_and_said_to_be_untuned(tmp_path):
     grid = contenders.BY_NAME["vario"].grid(IMAGES)
     choice = bench(tmp_path).choice(IMAGES, contenders.BY_NAME["vario"])
     assert (choice.setting, choice.complete) == (grid[0], False)
-    choice = stored(bench(tmp_path), IMAGES, "vario", (0.5, 0.4, "not run", "not run"))
+    choice = stored(bench(tmp_path), IMAGES, "vario", (0.5, 0.4, "not run"))
     assert (choice.setting, choice.complete) == (grid[1], False)
 
 
 def test_a_task_can_take_the_settings_of_another(tmp_path):
     place, one = bench(tmp_path), contenders.BY_NAME["sgd"]
-    runs = place.tuning(BY_NAME["cifar10"], one)
+    runs = place.tuning(BY_NAME["cifar10-noise"], one)
     assert {run.task.name for run in runs} == {"cifar10-40"}
     assert [run.key for run in runs] == [run.key for run in place.tuning(BY_NAME["cifar10-40"], one)]
     assert {(run.part, run.seed) for run in runs} == {("tuning", 100)}
+    noisy = BY_NAME["cifar10-noise"]
+    kept = place.run(noisy, one, one.grid(noisy)[0], 0, "final").key
+    assert place.run(replace(noisy, tuned_on=None), one, one.grid(noisy)[0], 0, "final").key == kept
+
+
+def test_layers_in_an_eigenbasis_leave_embeddings_norms_and_biases_diagonal():
+    model = CharacterGPT(5, 4, layers=1, width=4, heads=1)
+    matrices, others = contenders.BY_NAME["vario-eigenbasis"].groups(model)
+    assert (matrices["structure"], "structure" in others) == ("eigenbasis", False)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in others["params"]} == {
+        *("character.weight", "place.weight", "norm.weight"),
+        *("blocks.0.before_attention.weight", "blocks.0.before_layers.weight"),
+    }
+    assert len(matrices["params"]) + len(others["params"]) == len(names)
+    adapters = contenders.layers_in_an_eigenbasis(adapt(model, 1))  # what is frozen is in no group
+    assert [len(group["params"]) for group in adapters] == [8]
 
 
 def test_a_posterior_with_dropout_is_judged_with_masks_and_without(tmp_path):

@@ -65,8 +65,9 @@ class DeepJob(Job):
     @property
     def key(self) -> str:
         """Readable, with a short hash of all that was asked for."""
-        # the title is what people read
-        asked = self.identity | {"task": {k: v for k, v in self.identity["task"].items() if k != "title"}}
+        # the title is what people read; where the setting was chosen does not change what comes of it
+        task = {k: v for k, v in self.identity["task"].items() if k not in ("title", "tuned_on")}
+        asked = self.identity | {"task": task}
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.task.name}/{self.label}-{digest}"
 
@@ -221,7 +222,7 @@ def make_optimizer(
         facts["capturable"] = True
     arguments = {name: value for name, value in setting.items() if name not in OUTSIDE}
     assert contender.make is not None
-    return contender.make([p for p in model.parameters() if p.requires_grad], facts, **arguments)
+    return contender.make(contender.groups(model), facts, **arguments)
 
 
 @dataclass(eq=False)

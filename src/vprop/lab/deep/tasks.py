@@ -85,7 +85,7 @@ _GPT = DeepTask(
 )
 
 TASKS = (
-    replace(_CIFAR, name="cifar10", title="CIFAR-10, ResNet-20, 100 epochs", epochs=100, tuned_on="cifar10-40"),
+    replace(_CIFAR, name="cifar10", title="CIFAR-10, ResNet-20, 100 epochs", epochs=100),
     _CIFAR,
     replace(
         _CIFAR, name="cifar10-noise", title="CIFAR-10 with 10 % wrong labels, ResNet-20, 40 epochs", label_noise=0.1,
@@ -105,8 +105,9 @@ TASKS = (
         augment=False, tuning_share=1.0,
     ),
     _GPT,
-    replace(_GPT, name="gpt-books", title="Characters of books, GPT of 6 layers", data="books", steps=5000,
-            tuning_share=0.5),
+    replace(_GPT, name="gpt-longer", title="Characters of Shakespeare, GPT of 6 layers, 4,000 steps", steps=4000,
+            tuned_on="gpt"),
+    replace(_GPT, name="gpt-books", title="Characters of books, GPT of 6 layers", data="books", tuning_share=0.5),
     DeepTask(
         "lora", "From books to Shakespeare, adapters of rank 8 for a GPT of 4 layers", "lora", "tinyshakespeare",
         batch=32, steps=1000, samples=32, layers=4, channels=256, heads=4, pretraining="books", pretraining_steps=3000,
