@@ -206,10 +206,10 @@ _NOISES: tuple[Setting, ...] = (
     {"sigma": 0.008}, {"sigma": 0.008, "decay": 1e-3}, {"sigma": 0.011, "decay": 1e-3}, {"sigma": 0.015, "decay": 1e-3},
 )  # fmt: skip
 _VARIO_GRIDS: Grids = {
-    "resnet": ({"lr": 3e-3}, {"lr": 1e-2}, {"lr": 1e-2, "decay": DECAY}),
+    "resnet": ({"lr": 3e-3}, {"lr": 1e-2, "decay": DECAY}),
     "gpt": (
-        {"lr": 1e-3}, {"lr": 1e-3, "beta2": 0.99, "dropout": 0.2},
-        {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.1, "dropout": 0.2},
+        {"lr": 1e-3}, {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.1, "dropout": 0.2},
+        {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.2, "dropout": 0.2},
     ),
 }  # fmt: skip
 

@@ -105,7 +105,7 @@ TASKS = (
         augment=False, tuning_share=1.0,
     ),
     _GPT,
-    replace(_GPT, name="gpt-longer", title="Characters of Shakespeare, GPT of 6 layers, 4,000 steps", steps=4000,
+    replace(_GPT, name="gpt-longer", title="Characters of Shakespeare, GPT of 6 layers, 3,650 steps", steps=3650,
             tuned_on="gpt"),
     replace(_GPT, name="gpt-books", title="Characters of books, GPT of 6 layers", data="books", tuning_share=0.5),
     DeepTask(
