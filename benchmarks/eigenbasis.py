@@ -1,17 +1,15 @@
-"""What the eigenbasis gives: posteriors against exact ones, regression, networks, and what a step and its state cost.
+"""What the eigenbasis gives: posteriors against exact ones, regression, and what a step and its state cost.
 
     python benchmarks/eigenbasis.py a1a [--json FILE]             # logistic regression against exact inference, CPU
     python benchmarks/eigenbasis.py usps [--json FILE]            # the same of threes and fives
     python benchmarks/eigenbasis.py concrete [--json FILE]        # a network of 50 units; also energy, on a CPU
-    python benchmarks/eigenbasis.py gpt --device cuda [...]       # a GPT on the characters of tinyshakespeare
-    python benchmarks/eigenbasis.py resnet --device cuda [...]    # ResNet-20 on CIFAR-10
     python benchmarks/eigenbasis.py step --device cuda [...]      # the time of a training step of a GPT of 124 million
     python benchmarks/eigenbasis.py launches [...]                # operations of a step of small networks
     python benchmarks/eigenbasis.py memory [...]                  # what is kept beside the weights of that GPT
     python benchmarks/eigenbasis.py picture --out FILE            # two correlated weights under three structures
 
 ``--short`` runs a task in miniature, to see that it runs. Settings are chosen on other seeds, or on data that are held
-out of the training data, than those that are reported.
+out of the training data, than those that are reported. Larger networks are trained by ``vprop compare deep``.
 """
 
 from __future__ import annotations
@@ -233,21 +231,13 @@ def words_without_json(words: list[str]) -> list[str]:
 def main() -> None:
     """Run a task, and write what it says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "task", choices=["a1a", "usps", "concrete", "energy", "gpt", "resnet", "step", "launches", "memory", "picture"]
-    )
+    tasks = ["a1a", "usps", "concrete", "energy", "step", "launches", "memory", "picture"]
+    parser.add_argument("task", choices=tasks)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--short", action="store_true", help="in miniature")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--max-basis-dim", type=int, default=1024, help="of gpt, resnet, step and memory")
-    parser.add_argument("--optimizer", choices=["vario", "ivon"], default="vario", help="of gpt and resnet")
-    parser.add_argument("--lr", type=float, nargs="+", help="of gpt and resnet; of several the best")
-    parser.add_argument("--steps", type=int, help="of gpt")
-    parser.add_argument("--epochs", type=int, help="of resnet")
-    parser.add_argument("--equal-steps-only", action="store_true", help="of gpt: not the diagonal for equal time")
+    parser.add_argument("--max-basis-dim", type=int, default=1024, help="of step")
     parser.add_argument("--out", type=Path, help="of picture: a PNG file")
-    parser.add_argument("--structures", nargs="+", default=["diagonal", "eigenbasis"], help="of gpt and resnet")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of gpt and resnet")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     started = time.perf_counter()
@@ -255,12 +245,8 @@ def main() -> None:
         rows = logistic(arguments.task, arguments.short)
     elif arguments.task in ("concrete", "energy"):
         rows = uci(arguments.task, arguments.short)
-    elif arguments.task == "picture":
-        import eigenbasis_picture
-
-        rows = eigenbasis_picture.picture(arguments)
     else:
-        file = {"gpt": "networks", "resnet": "networks", "launches": "launches"}.get(arguments.task, "cost")
+        file = "cost" if arguments.task in ("step", "memory") else arguments.task
         module = importlib.import_module(f"eigenbasis_{file}")
         rows = getattr(module, arguments.task)(arguments)
     if arguments.json:

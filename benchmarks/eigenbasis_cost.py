@@ -5,19 +5,30 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
-from eigenbasis_networks import made, synchronize
 from torch import Tensor, nn
 
+import vprop
+from vprop.lab.bench.clock import seconds_per_call
 from vprop.lab.bench.models import gpt_task
 from vprop.structures.matrices import sides_of
 
 
-def is_matrix(name: str, p: nn.Parameter) -> bool:
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Of the GPT of 124 million weights, all matrices but the embeddings."""
-    return p.dim() == 2 and "tokens" not in name and "positions" not in name
+    return len(shape) == 2 and "tokens" not in name and "positions" not in name
+
+
+def groups(model: nn.Module, structure: str) -> list[dict[str, Any]]:
+    """This structure for the matrices, and a diagonal for embeddings, biases and norms."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, p in model.named_parameters():
+        (matrices if is_matrix(name, p.shape) else others).append(p)
+    return [{"params": matrices, "structure": structure}, {"params": others}]
 
 
 def step(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -31,25 +42,23 @@ def step(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             optimizer: Any = torch.optim.AdamW(task.parameters(), lr=1e-4, fused=device.type == "cuda")
         else:
             structure = "eigenbasis" if "eigenbasis" in name else "diagonal"
-            facts = {"lr": 1e-4, "num_data": 1_000_000, "batch_size": batch, "basis_every": per_round}
+            facts: dict[str, Any] = {"lr": 1e-4, "num_data": 1_000_000, "batch_size": batch, "basis_every": per_round}
             facts["max_basis_dim"] = arguments.max_basis_dim
-            optimizer = made("vario", task, structure, is_matrix, **facts)
+            optimizer = vprop.Vario(groups(task, structure), **facts)
         contenders[name] = task, optimizer
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 3):  # the first have refreshes that compute eigenvectors anew
         for name, (task, optimizer) in contenders.items():
-            started = synchronize(device)
-            for _ in range(per_round):
 
-                def closure(task: nn.Module = task, optimizer: Any = optimizer) -> Tensor:
-                    optimizer.zero_grad()
-                    loss = task()
-                    loss.backward()
-                    return loss
+            def closure(task: nn.Module = task, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = task()
+                loss.backward()
+                return loss
 
-                optimizer.step(closure)
+            seconds = seconds_per_call(partial(optimizer.step, closure), per_round, device)
             if turn >= 3:
-                times[name].append((synchronize(device) - started) / per_round)
+                times[name].append(seconds)
     base = statistics.median(times["AdamW fused"])
     rows = []
     for name, values in times.items():
@@ -71,8 +80,8 @@ def memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         total = beside = 0
         for (name, shape), count in shapes.items():
             size = math.prod(shape)
-            matrix = len(shape) == 2 and "tokens" not in name and "positions" not in name
-            bases = sum(2 * length**2 for _, length in sides_of(torch.Size(shape), limit)) if matrix else 0
+            sides = sides_of(torch.Size(shape), limit) if is_matrix(name, shape) else ()
+            bases = sum(2 * length**2 for _, length in sides)
             total, beside = total + count * size, beside + count * (2 * size + bases)  # h̃ and the momentum
             row = {"limit": limit, "layer": name, "shape": list(shape), "layers": count, "weights": size}
             rows.append(row | {"beside": 2 * size + bases, "ratio": 2 + bases / size})

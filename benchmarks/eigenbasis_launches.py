@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from eigenbasis_networks import is_hidden, made
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vprop import bundles
 from vprop.kernels import cpu
+from vprop.lab.deep.contenders import ivon, layers_in_an_eigenbasis, vario
 from vprop.lab.deep.gpt import CharacterGPT, next_character_loss
 from vprop.lab.deep.networks import resnet20
 
@@ -47,13 +48,26 @@ class Counter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def networks() -> dict[str, tuple[nn.Module, Callable[[nn.Module], Tensor], Any]]:
-    """ResNet-20 and the GPT on characters, narrower, each with a loss and which of its weights are matrices."""
+FACTS = {"num_data": 1000, "batch_size": 2}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "vario": lambda groups: vario(groups, FACTS, lr=1e-3),
+    "ivon": lambda groups: ivon(groups, FACTS, sigma=0.008, speed=1e-3),
+}
+
+
+def groups(model: nn.Module, structure: str) -> list[dict[str, Any]]:
+    """This structure for the weights of layers, and a diagonal for the rest: two groups, whichever it is."""
+    layers, others = layers_in_an_eigenbasis(model)
+    return [layers | {"structure": structure}, others]
+
+
+def networks() -> dict[str, tuple[nn.Module, Callable[[nn.Module], Tensor]]]:
+    """ResNet-20 and the GPT on characters, narrower, each with a loss."""
     x, y = torch.randn(2, 3, 32, 32), torch.arange(2)
     text = torch.randint(65, (2, 17))
     return {
-        "resnet": (resnet20(3), lambda model: F.cross_entropy(model(x), y), lambda name, p: p.dim() > 1),
-        "gpt": (CharacterGPT(65, 16, 6, 48, 6), lambda m: next_character_loss(m(text[:, :-1]), text[:, 1:]), is_hidden),
+        "resnet": (resnet20(3), lambda model: F.cross_entropy(model(x), y)),
+        "gpt": (CharacterGPT(65, 16, 6, 48, 6), lambda m: next_character_loss(m(text[:, :-1]), text[:, 1:])),
     }
 
 
@@ -62,9 +76,10 @@ def launches(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     bundles.bundle_limit = lambda device: 1 << 24  # as on a GPU
     counter, rows, steps = Counter(), [], 2 if arguments.short else 10
     for network in networks():
-        for name, structure in ((n, s) for n in ("vario", "ivon") for s in arguments.structures):
-            model, loss, matrices = networks()[network]
-            optimizer = made(name, model, structure, matrices, lr=1e-3, num_data=1000, batch_size=2)
+        for name, structure in product(MAKERS, ("diagonal", "eigenbasis")):
+            torch.manual_seed(0)  # how many operations a decomposition takes depends on the gradients
+            model, loss = networks()[network]
+            optimizer = MAKERS[name](groups(model, structure))
 
             def closure(model: Any = model, optimizer: Any = optimizer, loss: Any = loss) -> Tensor:
                 counter.paused = True

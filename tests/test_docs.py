@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 
 import pytest
 
 from tests.figures import measured_on_networks, shown_of_networks
 from tests.pages import PAGES, ROOT
+from vprop.lab.deep.table import NOTHING, _value
 from vprop.lab.experiments.claims import claims
 
 PAPER = (ROOT / "docs" / "paper.md").read_text()
@@ -123,11 +123,24 @@ def test_the_page_on_the_eigenbasis_says_what_was_measured():
         assert f"{row['log_likelihood']:.3f} ± {row['std']:.3f}" in text, row["structure"]
     for row in results_of("step"):
         assert f"{1000 * row['seconds']:.1f} ms" in text, row["name"]
-    for structure in ("diagonal", "eigenbasis"):
-        rows = [row for row in results_of("gpt") if row["structure"] == structure and not row["tuning"]]
-        rows = [row for row in rows if not row.get("equal_time")]
-        mean, posterior = (statistics.mean(row[kind] for row in rows) for kind in ("mean", "posterior"))
-        assert f"| {structure} | {mean:.3f} | {posterior:.3f} |" in text
+    losses = [("mean", "nll"), ("averaged", "nll")]
+    of_draws = [("averaged", name) for name in ("accuracy", "nll", "ece")]
+    for row in [*rows_of_networks(losses, "gpt", "gpt-longer"), *rows_of_networks(of_draws, "cifar10-40")]:
+        assert row in text, row
+
+
+def rows_of_networks(scores, *tasks):
+    """Structure, steps, milliseconds of a step if they were measured, and these scores; none without an eigenbasis."""
+    files = [ROOT / "docs" / "deep" / "results" / f"{task}.json" for task in tasks]
+    results = [row for file in files if file.exists() for row in json.loads(file.read_text())["contenders"]]
+    structures = {"vario": "diagonal", "vario-eigenbasis": "eigenbasis"}
+    if "vario-eigenbasis" not in {row["name"] for row in results}:
+        return
+    for row in results:
+        if row["name"] in structures:
+            time = f"{row['cost']['step_ms']:.2f}" if row["cost"] else NOTHING
+            cells = [f"{row['steps']:,}", time, *(_value(row["scores"][kind][name]) for kind, name in scores)]
+            yield f"| {structures[row['name']]} | {' | '.join(cells)} |"
 
 
 def test_the_ways_to_predict():
