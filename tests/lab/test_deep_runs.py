@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from vprop.lab.deep import contenders, results
+from vprop.lab.deep import contenders, results, table
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
 from vprop.lab.deep.gpt import CharacterGPT, adapt
 from vprop.lab.deep.pool import TimedPool
@@ -125,18 +125,31 @@ def stored(place, task, name, losses):
 
 
 def test_the_setting_with_the_smallest_loss_is_taken(tmp_path):
-    grid = contenders.BY_NAME["vario"].grid(IMAGES)
-    choice = stored(bench(tmp_path), IMAGES, "vario", (0.5, None, 0.3))
+    grid = contenders.BY_NAME["ivon"].grid(IMAGES)
+    choice = stored(bench(tmp_path), IMAGES, "ivon", (0.5, None, 0.3, 0.4))
     assert choice.setting == grid[2]
     assert choice.complete
-    assert choice.losses == (0.5, None, 0.3)
+    assert choice.losses == (0.5, None, 0.3, 0.4)
+
+
+def test_the_statistics_of_batch_norm_are_chosen_as_settings_are(tmp_path):
+    place, one = bench(tmp_path), contenders.BY_NAME["vario"]
+    own, running = (0.5, None), (0.6, 0.4)
+    for run, *losses in zip(place.tuning(IMAGES, one), own, running, strict=True):
+        scores = dict(zip(("mean", "averaged", "running"), ({"nll": loss} for loss in (0.1, *losses)), strict=True))
+        write_json(tmp_path / "runs" / f"{run.key}.json", {"scores": scores})
+    choice = place.choice(IMAGES, one)
+    assert (choice.setting, choice.kind, choice.losses) == (one.grid(IMAGES)[1], "running", (0.5, 0.4))
+    row = {"scores": {"averaged": 1, "running": 2}, "predicts": choice.kind}
+    assert table.own_scores(row) == 2
+    assert place.choice(IMAGES, contenders.BY_NAME["sgd"]).kind == "mean"
 
 
 def test_without_tuning_the_first_setting_is_taken_and_said_to_be_untuned(tmp_path):
-    grid = contenders.BY_NAME["vario"].grid(IMAGES)
-    choice = bench(tmp_path).choice(IMAGES, contenders.BY_NAME["vario"])
+    grid = contenders.BY_NAME["ivon"].grid(IMAGES)
+    choice = bench(tmp_path).choice(IMAGES, contenders.BY_NAME["ivon"])
     assert (choice.setting, choice.complete) == (grid[0], False)
-    choice = stored(bench(tmp_path), IMAGES, "vario", (0.5, 0.4, "not run"))
+    choice = stored(bench(tmp_path), IMAGES, "ivon", (0.5, 0.4, "not run", "not run"))
     assert (choice.setting, choice.complete) == (grid[1], False)
 
 

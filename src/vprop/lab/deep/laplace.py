@@ -35,44 +35,59 @@ class LaplaceRun(DeepRun):
         torch.manual_seed(self.seed)
         work = ImageWork(self.task, self.part, self.data_dir, self.how)
         model = work.model(0.0)
+        assert isinstance(model, nn.Sequential)
         model.load_state_dict(torch.load(self.how.out / "weights" / f"{self.around.key}.pt", weights_only=True))
         model.eval()
-        last = not dict(self.setting)["diagonal"]
-        package = importlib.import_module("laplace")
-        # asdl's curvature takes a pass over the data, where the package's own takes one for every weight of a diagonal
-        options = {} if last else {"backend": package.curvature.AsdlGGN}
-        shape = ("last_layer", "full") if last else ("all", "diag")
-        fitted = package.Laplace(model, "classification", *shape, **options)
-        fitted.fit(DataLoader(TensorDataset(work.images.train_x, work.images.train_y), batch_size=500))
-        fitted.optimize_prior_precision(method="marglik")
-        sets, labels = {"test": work.test, **work.outliers}, {"test": work.labels}
-        at_mean = predictions.averaged([model], sets, labels, work.rows, self.how.autocast)
-        names = [name for name, _ in model.named_parameters()][-2:] if last else None
-        deviations = (sample - fitted.mean for sample in fitted.sample(self.task.samples))
-        drawn = (linearized(model, deviation, names) for deviation in deviations)
-        over_draws = predictions.averaged(drawn, sets, labels, work.rows)
+        inputs = {"train": work.images.train_x, "test": work.test, **work.outliers}
+        if dict(self.setting)["diagonal"]:
+            fitted_model: nn.Module = model
+        else:  # all but the last layer is the same in all draws, and so are its outputs
+            body, fitted_model = model[:-1], model[-1]
+            inputs = {name: features(body, x, work.rows) for name, x in inputs.items()}
+        train_x = inputs.pop("train")
+        drawn = self._sampled(fitted_model, train_x, work.images.train_y)
+        options = ({"test": work.labels}, work.rows)
+        at_mean = predictions.averaged([fitted_model], inputs, *options)
+        over_draws = predictions.averaged(drawn, inputs, *options)
         predictions.save_images(predictions_path(self), at_mean, over_draws, work.labels)
         return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, {OWN: over_draws}, work.labels)
 
+    def _sampled(self, model: nn.Module, x: Tensor, y: Tensor) -> list[Forward]:
+        """Of the Gaussian around the weights of ``model``."""
+        package = importlib.import_module("laplace")
+        # of a diagonal, asdl's curvature takes a pass over the data, where the package's own takes one for every weight
+        of_diagonal = {"hessian_structure": "diag", "backend": package.curvature.AsdlGGN}
+        shape = of_diagonal if dict(self.setting)["diagonal"] else {"hessian_structure": "full"}
+        fitted = package.Laplace(model, "classification", subset_of_weights="all", **shape)
+        fitted.fit(DataLoader(TensorDataset(x, y), batch_size=500))
+        fitted.optimize_prior_precision(method="marglik")
+        deviations = fitted.sample(self.task.samples).to(x) - fitted.mean.to(x)
+        return [linearized(model, deviation) for deviation in deviations]
 
-def linearized(model: nn.Module, deviation: Tensor, names: list[str] | None = None) -> Forward:
+
+@torch.no_grad()
+def features(body: nn.Module, x: Tensor, rows: int) -> Tensor:
+    """What the last layer sees."""
+    return torch.cat([body(part) for part in x.split(rows)])
+
+
+def linearized(model: nn.Module, deviation: Tensor) -> Forward:
     """f(x; θ) + J(x)·(θₛ−θ), the network's first-order expansion at its weights, where Laplace's Gaussian holds.
 
-    ``deviation`` is θₛ−θ as one vector, over the parameters called ``names`` or over all. A product with the Jacobian
-    is a forward with derivatives: no Jacobian is made. For the last layer it is the network itself at θₛ.
+    ``deviation`` is θₛ−θ as one vector. A product with the Jacobian is a forward with derivatives: no Jacobian is made.
+    For a linear layer it is the layer itself at θₛ.
     """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    chosen = {name: parameters[name] for name in names or parameters}
-    pieces = deviation.detach().split([weight.numel() for weight in chosen.values()])
+    pieces = deviation.detach().split([weight.numel() for weight in parameters.values()])
     directions = {
-        name: piece.view_as(weight).to(weight) for (name, weight), piece in zip(chosen.items(), pieces, strict=True)
+        name: piece.view_as(weight).to(weight) for (name, weight), piece in zip(parameters.items(), pieces, strict=True)
     }
 
     def forward(x: Tensor) -> Tensor:
         def of_weights(weights: dict[str, Tensor]) -> Tensor:
-            return functional_call(model, parameters | weights, (x,))
+            return functional_call(model, weights, (x,))
 
-        output, change = torch.func.jvp(of_weights, (chosen,), (directions,))[:2]
+        output, change = torch.func.jvp(of_weights, (parameters,), (directions,))[:2]
         return output + change
 
     return forward

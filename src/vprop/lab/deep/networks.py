@@ -70,11 +70,12 @@ class Residual(nn.Module):
         return self.second_activation(out + shortcut)
 
 
-class _ChannelsLast(nn.Module):
-    """The order in memory that tensor cores want; what follows keeps it."""
+class ChannelsLast(nn.Sequential):
+    """Layers that see images in the order in memory that tensor cores want, and keep it. No weight changes its name."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.contiguous(memory_format=torch.channels_last)
+        """Of what ``nn.Sequential`` would say."""
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
 
 
 def resnet20(
@@ -91,8 +92,11 @@ def resnet20(
 
     ``width`` and ``blocks`` make smaller ones: there are 6·``blocks`` + 2 layers.
     """
-    layers: list[nn.Module] = [_ChannelsLast()] if channels_last else []
-    layers += [nn.Conv2d(channels, width, 3, 1, 1, bias=False), _norm(norm, width), _activation(norm, width)]
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, width, 3, 1, 1, bias=False),
+        _norm(norm, width),
+        _activation(norm, width),
+    ]
     inputs = width
     for outputs in (width, 2 * width, 4 * width):
         for i in range(blocks):
@@ -100,4 +104,4 @@ def resnet20(
             inputs = outputs
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     layers += [nn.Dropout(dropout)] if dropout else []
-    return nn.Sequential(*layers, nn.Linear(4 * width, classes))
+    return (ChannelsLast if channels_last else nn.Sequential)(*layers, nn.Linear(4 * width, classes))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vprop.lab import markdown
-from vprop.lab.deep.table import section, summary
+from vprop.lab.deep.table import own_kind, section, summary
 from vprop.lab.deep.tasks import BY_NAME
 from vprop.lab.engine.store import read_results
 
@@ -31,7 +31,8 @@ In this first table, the best is who has the smallest NLL on the test data.
 - **Settings** are chosen by the NLL (of averaged predictions, where a contender averages) on the last part of the
   training data, which tuning runs do not train on, with a seed that is not reported. Test data are not looked at.
   Every contender has a grid of one to four settings; what was chosen is in the last column, the grids with their
-  losses are in the results.
+  losses are in the results. In the same way it is chosen which statistics of BatchNorm draws have, their own or the
+  running ones: the first table and the plots show that kind, the tables of the tasks show both.
 - **Predictions** are made at the mean of the weights, and averaged over draws: of the posterior, of dropout masks, of
   SWAG's Gaussian. Probabilities are averaged, not logits. A draw of the weights has statistics of BatchNorm of its own,
   from 10,000 training images; rows with "running statistics" are the same draws without them. Of a network that was
@@ -82,7 +83,7 @@ def plots_of(result: dict[str, Any]) -> list[str]:
     rows = result["contenders"]
     there = {
         "scores": True,
-        "reliability": any(row["diagrams"].get("averaged", row["diagrams"]["mean"]) for row in rows),
+        "reliability": any(row["diagrams"][own_kind(row)] for row in rows),
         "draws": any(row["nll_by_draws"] for row in rows),
         "time": any(row["cost"] for row in rows),
     }

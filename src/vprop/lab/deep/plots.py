@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vprop.lab.deep.page import plots_of
-from vprop.lab.deep.table import own_scores
+from vprop.lab.deep.table import own_kind, own_scores
 from vprop.lab.plots import BLUE, GREY, ORANGE, plt, save
 from vprop.plots import style
 
@@ -52,7 +52,7 @@ def _scores(result: Row, path: Path) -> Path:
 
 
 def _diagram(row: Row) -> Row | None:
-    return row["diagrams"].get("averaged", row["diagrams"]["mean"])
+    return row["diagrams"][own_kind(row)]
 
 
 def _reliability(result: Row, path: Path) -> Path:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vprop.lab.deep import draws
 from vprop.lab.deep.contenders import BY_NAME, DeepContender, Setting, taking_part
 from vprop.lab.deep.cost import DeepCost
 from vprop.lab.deep.laplace import LaplaceRun
@@ -16,6 +17,9 @@ from vprop.lab.deep.tasks import TUNING_SEED, DeepTask, Part
 from vprop.lab.deep.workloads import How, pretrained_path
 from vprop.lab.engine.pool import Pool
 from vprop.lab.engine.store import Store
+
+MEAN = "mean"
+"""The kind of predictions that are made at the mean of the weights."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Chosen:
     """On held-out training data, in the order of the grid; ``None`` where it diverged or was not tried."""
     complete: bool
     """Whether all of them were tried."""
+    kind: str
+    """Of predictions, that was the best: at the mean, or averaged over draws with which statistics of BatchNorm."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,11 @@ class Bench:
         """By the log-loss, of averaged predictions where there are any; the usual setting if nothing was tried."""
         grid, store = contender.grid(task), Store(self.how.out / "runs")
         tried = [store.load(run.key) for run in self.tuning(task, contender)]
-        losses = tuple(None if one is None else tuning_loss(one) for one in tried) or (None,) * len(grid)
-        usable = [(loss, i) for i, loss in enumerate(losses) if loss is not None]
-        setting = grid[min(usable)[1]] if usable else grid[0]
-        return Chosen(setting, losses, all(one is not None for one in tried))
+        losses = [{} if one is None else tuning_losses(one) for one in tried] or [{} for _ in grid]
+        usable = [(loss, i, kind) for i, one in enumerate(losses) for kind, loss in one.items()]
+        _, best, kind = min(usable, default=(0.0, 0, MEAN if contender.kind == "point" else draws.OWN))
+        smallest = tuple(min(one.values(), default=None) for one in losses)
+        return Chosen(grid[best], smallest, all(one is not None for one in tried), kind)
 
     def cost(self, task: DeepTask, contender: DeepContender) -> DeepCost:
         """Timed at the usual setting: the time of a step does not depend on the numbers in it."""
@@ -73,10 +80,14 @@ class Bench:
         return Pretraining(task, "adamw", setting, how=self.how, data_dir=self.data_dir)
 
 
-def tuning_loss(result: dict[str, Any]) -> float | None:
-    """What a setting is chosen by; of runs with dropout that have no "unmasked" scores, without masks."""
+def tuning_losses(result: dict[str, Any]) -> dict[str, float]:
+    """What a setting is chosen by, for each kind of predictions that it could make; none of one that diverged.
+
+    Of runs with dropout that have no "unmasked" scores, draws are without masks.
+    """
     scores = result["scores"]
-    return scores.get("averaged", scores["mean"])["nll"]
+    kinds = [kind for kind in (draws.OWN, draws.RUNNING) if kind in scores] or [MEAN]
+    return {kind: loss for kind in kinds if (loss := scores[kind]["nll"]) is not None}
 
 
 def run_task(

@@ -55,6 +55,7 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
         "ours": contender.ours,
         "setting": setting,
         "tuned": choice.complete and setting == choice.setting,
+        "predicts": choice.kind if setting == choice.setting else kinds[:2][-1],
         "grid": [
             {**one, "nll": loss} for one, loss in zip(contender.grid(task), choice.losses, strict=True)
         ],

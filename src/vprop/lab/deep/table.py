@@ -51,8 +51,13 @@ def summary(results: Iterable[Row]) -> str:
 
 
 def own_scores(row: Row) -> Row:
-    """The scores of a contender's own way to predict: averaged, if it averages."""
-    return row["scores"].get("averaged", row["scores"].get("mean", row["scores"]))
+    """The scores of a contender's own way to predict: averaged, if it averages, with the statistics that it chose."""
+    return row["scores"].get(own_kind(row), row["scores"])
+
+
+def own_kind(row: Row) -> str:
+    """How a contender predicts; results of before there was a choice do not say it."""
+    return row.get("predicts", "averaged" if "averaged" in row["scores"] else "mean")
 
 
 def _best_of(rows: list[Row]) -> str:
