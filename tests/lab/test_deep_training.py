@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import vprop
 from vprop.lab.deep.networks import resnet20
 from vprop.lab.deep.training import Trainer, epochs, flips_and_crops, one_cycle
+from vprop.lab.deep.workloads import How
 
 
 def data(count=40, channels=1):
@@ -104,3 +105,13 @@ def test_flips_and_crops_move_every_image_as_a_whole():
 def test_resnet20_is_the_published_one():
     assert sum(p.numel() for p in resnet20(3).parameters()) == 269_722
     assert resnet20(3, classes=7)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_what_makes_a_gpu_fast_is_taken_back():
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    with pytest.raises(KeyError), How(device="cuda", fast=("cudnn-benchmark",)).at_speed():
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == ("high", True)
+        raise KeyError
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
+    with How(device="cpu").at_speed():
+        assert torch.get_float32_matmul_precision() == before[0]

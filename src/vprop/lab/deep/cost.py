@@ -30,6 +30,10 @@ class DeepCost(DeepJob):
 
     def compute(self) -> dict[str, Any]:
         """Milliseconds of a step, and of predictions for the test set; megabytes of training beyond the data."""
+        with self.how.at_speed():
+            return self._compute()
+
+    def _compute(self) -> dict[str, Any]:
         torch.manual_seed(0)
         on_gpu = self.how.device.startswith("cuda")
         work, contender = self._work(), BY_NAME[self.contender]

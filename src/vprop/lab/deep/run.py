@@ -109,9 +109,7 @@ class DeepRun(DeepJob):
             warnings.simplefilter("ignore", RuntimeWarning)  # a diverging run says so by its scores
             torch.manual_seed(self.seed)
             try:
-                if "cudnn-benchmark" not in self.how.fast:
-                    return self._compute()
-                with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+                with self.how.at_speed():
                     return self._compute()
             finally:
                 gc.collect()

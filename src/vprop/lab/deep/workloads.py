@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +39,24 @@ class How:
     def autocast(self) -> torch.dtype | None:
         """Of predictions: 16 bits with more digits than training has, on a GPU."""
         return torch.float16 if self.device.startswith("cuda") else None
+
+    @contextmanager
+    def at_speed(self) -> Iterator[None]:
+        """What a GPU is fast with, for a time: TF32 in products of 32 bits, and cuDNN's search if it was asked for.
+
+        Networks run in 16 bits; such products are those of an eigenbasis.
+        """
+        if not self.device.startswith("cuda"):
+            yield
+            return
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        search = "cudnn-benchmark" in self.fast
+        try:
+            with torch.backends.cudnn.flags(enabled=True, benchmark=True) if search else nullcontext():
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
 
 FAST = ("channels-last", "compile", "cudnn-benchmark", "without-graphs")
