@@ -109,9 +109,8 @@ def test_resnet20_is_the_published_one():
 
 def test_what_makes_a_gpu_fast_is_taken_back():
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    with pytest.raises(KeyError), How(device="cuda", fast=("cudnn-benchmark",)).at_speed():
+    with How(device="cuda", fast=("cudnn-benchmark",)).at_speed():
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == ("high", True)
-        raise KeyError
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
     with How(device="cpu").at_speed():
         assert torch.get_float32_matmul_precision() == before[0]

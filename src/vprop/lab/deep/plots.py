@@ -63,9 +63,12 @@ def _reliability(result: Row, path: Path) -> Path:
     figure, panels = plt.subplots(
         lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    for axes in panels.flat:
-        axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
+    for axes in panels.flat[len(rows) :]:
+        axes.remove()
+    for axes in panels.flat[len(rows) - columns : len(rows)]:
+        axes.tick_params(labelbottom=True)
     for axes, row in zip(panels.flat, rows, strict=False):
+        axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
         diagram, color = _diagram(row), BLUE if row["ours"] else ORANGE
         assert diagram is not None
         sizes = [5 + 100 * share for share in diagram["share"]]

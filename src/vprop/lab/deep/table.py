@@ -137,7 +137,9 @@ def section(result: Row) -> str:
     for name in result["settings"].get("outliers", ()):
         parts += [f"Outliers: {name}.", outliers_table(result, name)]
     if draws := draws_table(result):
-        parts += ["NLL by the number of draws.", draws]
+        has_statistics = any("running" in row["scores"] for row in result["contenders"])
+        own = ", with statistics of BatchNorm of their own" if has_statistics else ""
+        parts += [f"NLL by the number of draws{own}.", draws]
     if cost := cost_table(result):
         parts += ["Cost, measured with nothing beside it; training at equal numbers of gradients.", cost]
     return "\n".join(part if part.endswith("\n") else part + "\n" for part in parts)
