@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from vprop.curvature import CurvatureEstimator, Price
 from vprop.optim.hyperparameters import Hyperparameter, Shared, not_centered, with_hyperparameters
-from vprop.optim.hyperparameters.checks import flag, start_that_stays
+from vprop.optim.hyperparameters.checks import flag, not_negative, number, positive, start_that_stays
 from vprop.optim.hyperparameters.shared import Bases
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.structures import RIEMANNIAN, RateFactor, Rule
@@ -30,8 +31,30 @@ class IVONArguments(Shared, Bases, total=False):
     ]
 
 
+IVON_BETAS = (0.9, 0.99999)
+SGD_CHECKS = {
+    "num_data": positive("Pass the number of training examples, e.g. num_data=len(train_set)."),
+    "temperature": positive("1 is the posterior, less is narrower."),
+    "momentum": number("a number in [0, 1)", lambda value: 0 <= value < 1, "SGD's usual one is 0.9."),
+    "weight_decay": not_negative("SGD's usual ones are 5e-4 and 1e-3."),
+    "sigma": positive("It is the standard deviation of the weights; 0.008 is a first try."),
+}
+"""Of the arguments of :meth:`IVON.like_sgd` that others are computed from."""
+
+
+def curvature_for(sigma: float, weight_decay: float, ess: float) -> float:
+    """The h that makes σ = 1/√(ess·(h+δ)), where δ is the weight decay."""
+    widest = 1 / math.sqrt(ess * weight_decay) if weight_decay else math.inf
+    if not sigma < widest:
+        raise ValueError(
+            f"Invalid sigma: {sigma!r}. Must be below the prior's standard deviation, which is "
+            f"1/√(num_data·weight_decay/temperature) = {widest:.3g} here."
+        )
+    return 1 / (ess * sigma**2) - weight_decay
+
+
 @with_hyperparameters(
-    betas={"default": (0.9, 0.99999)},
+    betas={"default": IVON_BETAS},
     hess_init={"words": "h before the first step. With the long average it is the noise of most of the training."},
     init_steps={"words": "not for IVON, whose average has a further term.", "fits": start_that_stays},
     centered=not_centered("IVON", "whose curvature is no spread"),
@@ -67,6 +90,46 @@ class IVON(VariationalOptimizer):
 
     def __init__(self, params: ParamsT, lr: float | Tensor = 0.1, **hyperparameters: Unpack[IVONArguments]) -> None:
         super().__init__(params, {"lr": lr, **hyperparameters})
+
+    @classmethod
+    def like_sgd(
+        cls,
+        params: ParamsT,
+        lr: float | Tensor = 0.1,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-3,
+        sigma: float = 0.008,
+        **hyperparameters: Unpack[IVONArguments],
+    ) -> Self:
+        r"""For networks that SGD trains well, convolutional ones say: its steps, and noise of size ``sigma``.
+
+        ``lr``, ``momentum`` and ``weight_decay`` mean what they mean for :class:`torch.optim.SGD`, and steps are SGD's
+        but for the first ones, since the average of the gradients forgets its start. With ess = N/τ this is
+
+            α = lr/(1−β₁),  β₁ = momentum,  λ = weight_decay·ess,  hess_init + δ = 1/(ess·sigma²),  rescale_lr=True
+
+        ``sigma`` is the standard deviation of every weight at the start, and nearly so for most of a training. Good
+        ones were a tenth to a fifth of the size of the weights, more with few data. ``num_data`` and further
+        arguments are those of the class.
+
+        >>> import torch
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> optimizer = IVON.like_sgd(layer.parameters(), lr=0.1, num_data=1000, sigma=0.01)
+        >>> optimizer.posterior(layer).variance["bias"].sqrt()
+        tensor([0.0100, 0.0100])
+        """
+        given: dict[str, Any] = {"temperature": 1.0, **hyperparameters}
+        for name in {"betas", "hess_init", "prior_precision", "rescale_lr"} & set(given):
+            raise TypeError(f"{name}: like_sgd() sets it itself, from lr, momentum, weight_decay and sigma.")
+        if "num_data" not in given:
+            return cls(params, lr, **hyperparameters)  # says what is missing
+        facts = {"momentum": momentum, "weight_decay": weight_decay, "sigma": sigma, **given}
+        for name, check in SGD_CHECKS.items():
+            check(name, facts)
+        ess = given["num_data"] / given["temperature"]
+        given |= {"betas": (momentum, IVON_BETAS[1]), "rescale_lr": True, "prior_precision": weight_decay * ess}
+        return cls(params, lr / (1 - momentum), hess_init=curvature_for(sigma, weight_decay, ess), **given)
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return Price()

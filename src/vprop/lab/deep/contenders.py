@@ -160,8 +160,8 @@ def ivon(
 ) -> Optimizer:
     """With a step size that is SGD's, ``speed``/10; its h stays near where it starts, and so its noise is ``sigma``."""
     known = {name: value for name, value in facts.items() if name != "batch_size"}
-    precision = {"hess_init": curvature_of(sigma, facts), "prior_precision": decay * facts["num_data"]}
-    return vprop.IVON(params, lr=speed, rescale_lr=True, **precision, **known, **setting)  # type: ignore[arg-type]
+    options: Any = {"weight_decay": decay, "sigma": sigma, **known, **setting}
+    return vprop.IVON.like_sgd(params, 0.1 * speed, **options)
 
 
 def ivon_with_clipping(params: Any, facts: dict[str, Any], **setting: float) -> Optimizer:
