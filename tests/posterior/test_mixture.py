@@ -356,6 +356,10 @@ def test_refusals():
     shifted.prior = GaussianPrior({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(3.0)})
     with pytest.raises(ValueError, match="another prior precision of 'weight'"):
         Mixture([one, shifted]).kl()
+    correlated = gaussian(MEANS[0], STDS[0])
+    correlated.prior = one.prior._replace(precision_matrix=torch.tensor([[1.0, 0.5], [0.5, 1.0]], dtype=torch.float64))
+    with pytest.raises(ValueError, match="another prior precision matrix"):
+        Mixture([one, correlated]).kl()
 
 
 def test_sizes_that_differ_leave_no_elbo():

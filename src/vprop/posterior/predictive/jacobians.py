@@ -11,6 +11,7 @@ derivative of vᵀJᵀu by u is Jv.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +59,11 @@ class LinearizedOutputs:
                     'predict(method="linearized"): the model returned one number, must return an output for each '
                     "example, in its first dimension."
                 )
-            rows, outputs = len(mean), mean[0].numel() if len(mean) else 1
-            size = outputs * self._posterior.num_parameters
+            rows, outputs = len(mean), math.prod(mean.shape[1:])
+            at_once = max(1, ELEMENTS // max(1, outputs * self._posterior.num_parameters))
             covariances = []
-            for start in range(0, rows, max(1, ELEMENTS // size)):
-                stop = min(rows, start + max(1, ELEMENTS // size))
+            for start in range(0, rows, at_once):
+                stop = min(rows, start + at_once)
                 jacobian, at = self._linearization(first_rows(prepared, rows, start, stop), stop - start, outputs)
                 _refuse_dependent(mean[start:stop].reshape(stop - start, outputs), at)
                 covariances.append(self._covariance(jacobian))
