@@ -68,6 +68,14 @@ def size_of_batch(watch: LossWatch, loss: Tensor, y: Any) -> float:
     return float(batch_size_of(y) if terms is None else terms)
 
 
+def _require_one_number(loss: Any) -> None:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ValueError(
+            f"elbo(): the loss has shape {tuple(loss.shape)}, must be one number, the mean over the batch. Use "
+            "reduction='mean', or .mean()."
+        )
+
+
 @torch.no_grad()
 def elbo_estimate(
     posterior: Posterior,
@@ -92,6 +100,7 @@ def elbo_estimate(
             with watch if k == 0 else nullcontext():
                 loss = batch_loss(call_model(model, x), y)
             if k == 0:
+                _require_one_number(loss)
                 size = size_of_batch(watch, loss, y)
                 examples += size
             if size == 0:
