@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev, vjp, vmap
 
+from vprop.functional.eigenbasis import in_full_precision
 from vprop.posterior.predictive.functions import ModelFunction, Prepared, first_rows, function_of, told_with_input
 from vprop.posterior.predictive.inputs import leaves, mapped
 
@@ -75,7 +76,7 @@ class LinearizedOutputs:
         """Σ = RRᵀ, so JΣJᵀ = (JR)(JR)ᵀ: symmetric, and without a negative eigenvalue but for rounding."""
         total: Any = 0
         for part in self._posterior._times_root(jacobian):
-            total = total + part @ part.mT
+            total = total + _times_own_transpose(part)
         return total
 
     def _linearization(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
@@ -143,6 +144,11 @@ class LinearizedOutputs:
             for i, name in enumerate(self._weights)
         }
         return by_name, torch.stack(values)
+
+
+@in_full_precision
+def _times_own_transpose(part: Tensor) -> Tensor:
+    return part @ part.mT
 
 
 def _refuse_dependent(together: Tensor, apart: Tensor) -> None:
