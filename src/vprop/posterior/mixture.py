@@ -139,7 +139,7 @@ class Mixture(Posterior):
         return self._of_members([member.last_layer(head) for member in self.members])
 
     def _with_variance_times(self, scale: float) -> Mixture:
-        return self._of_members([member._with_variance_times(scale) for member in self.members])
+        return self._of_members([member._with_variance_scale(scale) for member in self.members])
 
     def _of_members(self, members: Sequence[Posterior]) -> Mixture:
         """The same mixture of others."""
