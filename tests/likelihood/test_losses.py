@@ -119,6 +119,10 @@ def test_half_precision_outputs_are_computed_in_float32(dtype):
     torch.testing.assert_close(loss.item(), 0.5 * (9e4 + math.log(2 * math.pi)), rtol=1e-6, atol=0)
     both = torch.cat([output, torch.zeros_like(output)], 1)
     assert HeteroscedasticGaussianLikelihood()(both, y).item() == loss.item()
+    rounded = GaussianLikelihood(0.01).to(dtype)  # with the rest of a model
+    exact = GaussianLikelihood(rounded.log_noise_variance.detach().float().exp())
+    assert rounded(output, y).item() == pytest.approx(exact(output, y).item(), rel=1e-6)
+    assert rounded.noise_variance.item() == pytest.approx(exact.noise_variance.item(), rel=1e-6)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------

@@ -174,6 +174,7 @@ def test_calibration_sees_the_predictions_that_will_be_made():
         ({"batch_norm": rows(), "method": "linearized"}, "method='linearized' draws no weights"),
         ({"batch_norm": rows(), "vmap": True}, "vmap=True runs all draws at once"),
         ({"batch_norm": iter([])}, "got no batches"),
+        ({"batch_norm": torch.zeros(0, 4)}, "got no batches"),
         ({"batch_norm": rows(1)}, "torch says: Expected more than 1 value per channel"),
         ({"batch_norm": "images"}, r"batch_norm=: got str \('images'\), must be a tensor"),
         ({"batch_norm": iter([(1, 2, 3)])}, "batch_norm=: got a batch of 3 things"),

@@ -108,13 +108,15 @@ def test_it_is_ess_times_the_loss_of_all_the_data(name):
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_sum_is_an_error():
-    """It would count every example ess times."""
+def test_a_sum_is_an_error_and_so_are_the_terms():
+    """A sum would count every example ess times."""
     posterior = posterior_of(FLAT)
     with pytest.raises(
         ValueError, match=r'elbo\(\): the loss is a sum over the batch \(reduction="sum"\), must be a mean'
     ):
         posterior.elbo([(randn(ROWS, 4), labels())], loss_fn=nn.CrossEntropyLoss(reduction="sum"))
+    with pytest.raises(ValueError, match=rf"elbo\(\): the loss has shape \({ROWS},\), must be one number"):
+        posterior.elbo([(randn(ROWS, 4), labels())], loss_fn=nn.CrossEntropyLoss(reduction="none"))
 
 
 @pytest.mark.parametrize("loss_fn", [F.mse_loss, lambda output, y: F.binary_cross_entropy_with_logits(output, y)])

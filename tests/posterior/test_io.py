@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,6 +40,15 @@ def test_buffers_noise_and_priors_per_weight_travel_too(tmp_path):
     x, _ = make_batch()
     assert torch.equal(loaded.predict(x).variance, posterior.predict(x).variance)
     assert loaded.kl() == posterior.kl()
+
+
+@pytest.mark.parametrize("noise", [np.float32(0.5), np.array([0.5, 0.25, 0.125]), [0.5, 0.25, 0.125]])
+def test_noise_that_is_no_tensor_travels_too(tmp_path, noise):
+    model = nn.Linear(4, 3)
+    posterior = Vprop(model.parameters(), num_data=200).posterior(model, likelihood="gaussian", noise_variance=noise)
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "posterior.safetensors", model)
+    assert torch.equal(torch.as_tensor(loaded.noise_variance * 2), torch.as_tensor(noise) * 2)
 
 
 def test_another_model_is_an_error(tmp_path):

@@ -373,7 +373,18 @@ def test_no_examples_have_an_empty_prediction(likelihood):
     model = nn.Linear(2, 3)
     posterior = Vprop(model.parameters(), num_data=10).posterior(model, likelihood=likelihood)
     prediction = posterior.predict(torch.zeros(0, 2), method="linearized")
-    values = ("mean", "std") if likelihood == "gaussian" else ("probs", "entropy", "confidence")
-    for value in values:
-        expected = () if likelihood == "categorical" and value != "probs" else (3,)
+    assert prediction.output_covariance.shape == (0, 3, 3)
+    values = ["mean"] if likelihood == "gaussian" else ["probs", "entropy", "confidence", "mutual_information"]
+    for value in (*values, "std"):
+        expected = () if likelihood == "categorical" and value not in ("probs", "std") else (3,)
         assert getattr(prediction, value).shape == (0, *expected)
+
+
+def test_autocast_is_for_the_model_and_not_for_the_covariance():
+    model = nn.Linear(3, 2)
+    posterior = Vprop(model.parameters(), num_data=10).posterior(model, likelihood="gaussian")
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).bfloat16().float()  # what the model then sees
+    expected = posterior.predict(x, method="linearized").output_covariance
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = posterior.predict(x, method="linearized").output_covariance
+    assert torch.equal(found, expected)

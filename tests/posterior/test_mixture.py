@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,7 +184,8 @@ def test_saved_and_loaded(tmp_path):
         return posterior.posterior(model, likelihood="gaussian", noise_variance=torch.tensor([0.1, 0.2 + seed]))
 
     with torch.random.fork_rng():
-        mixture = Mixture([member(0, vprop.Vprop), member(1, vprop.VON), member(2, vprop.Vprop)], [0.2, 0.3, 0.5])
+        members = [member(0, vprop.Vprop), member(1, vprop.VON), member(2, vprop.Vprop)]
+        mixture = Mixture(members, np.array([1, 1, 2], dtype=np.float32))  # whose numbers JSON has no form for
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     mixture.save(tmp_path / "mixture.safetensors")
     loaded = vprop.load_posterior(tmp_path / "mixture.safetensors", model)
@@ -192,7 +194,7 @@ def test_saved_and_loaded(tmp_path):
     x = torch.ones(3, 2)
     assert torch.equal(loaded.predict(x, 10).samples, mixture.predict(x, 10).samples)
     assert torch.equal(loaded.predict(x, 10).variance, mixture.predict(x, 10).variance)
-    torch.testing.assert_close(loaded.noise_variance, torch.tensor([0.1, 0.2 + 0.3 + 1.0]).double())
+    torch.testing.assert_close(loaded.noise_variance, torch.tensor([0.1, 0.2 + 0.25 + 1.0]).double())
     assert torch.equal(loaded.log_prob(loaded.sample(1)), mixture.log_prob(mixture.sample(1)))
     other = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="does not fit this model"):
@@ -343,7 +345,7 @@ def test_refusals():
         Mixture(posteriors)
     with pytest.raises(ValueError, match="their likelihoods differ"):
         Mixture([one, gaussian(MEANS[0], STDS[0], likelihood="bernoulli")])
-    for weights in ([1.0], [0.0, 0.0], [1.0, -1.0], [math.nan, 1.0]):
+    for weights in ([1.0], [0.0, 0.0], [1.0, -1.0], [math.nan, 1.0], [1e308, 1e308]):
         with pytest.raises(ValueError, match="Invalid weights"):
             Mixture([one, one], weights)
     mixture = Mixture([one, one])
@@ -356,6 +358,10 @@ def test_refusals():
     shifted.prior = GaussianPrior({"weight": torch.tensor(0.0)}, {"weight": torch.tensor(3.0)})
     with pytest.raises(ValueError, match="another prior precision of 'weight'"):
         Mixture([one, shifted]).kl()
+    correlated = gaussian(MEANS[0], STDS[0])
+    correlated.prior = one.prior._replace(precision_matrix=torch.tensor([[1.0, 0.5], [0.5, 1.0]], dtype=torch.float64))
+    with pytest.raises(ValueError, match="another prior precision matrix"):
+        Mixture([one, correlated]).kl()
 
 
 def test_sizes_that_differ_leave_no_elbo():

@@ -456,3 +456,35 @@ def test_a_packed_sequence_stays_one():
     assert fit.posterior.noise_variance > 1
     loss = Objective(model, nn.functional.mse_loss, packed, torch.zeros(3, 1))()
     torch.testing.assert_close(loss, model(packed).square().mean())
+
+
+class Halving(nn.Module):
+    """Writes into its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    def forward(self, x):
+        return self.layers(x.mul_(0.5))
+
+
+@pytest.mark.parametrize("way", ["predict", "linearized", "batch_norm", "elbo", "sensitivity"])
+def test_every_draw_sees_the_inputs_as_they_were_given(way):
+    writing = Halving()
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(6) % 2
+
+    def answer(model, x):
+        q = vprop.Vprop(model.parameters(), num_data=6).posterior(model, likelihood="categorical")
+        return {
+            "predict": lambda: q.predict(x, 3).samples,
+            "linearized": lambda: q.predict(x, method="linearized").output_covariance,
+            "batch_norm": lambda: q.predict(x.clone(), 3, batch_norm=x).samples,
+            "elbo": lambda: q.elbo([(x, y)], 3, loss_fn=nn.functional.cross_entropy),
+            "sensitivity": lambda: q.sensitivity((x, y)).loss_change,
+        }[way]()
+
+    given = x.clone()
+    torch.testing.assert_close(answer(writing, given), answer(writing.layers, x * 0.5))
+    assert torch.equal(given, x)

@@ -212,3 +212,19 @@ def test_refusals(diagonal):
     diagonal.mean["weight"][0, 0] = math.nan
     with pytest.raises(ValueError, match="is NaN or infinite"):
         diagonal.prune(0.5)
+
+
+def test_pruned_posteriors_are_not_merged(diagonal):
+    with pytest.raises(TypeError, match="a PrunedPosterior cannot be merged"):
+        vprop.merge([diagonal.prune(0.5), diagonal.prune(0.5)])
+
+
+def test_a_masked_model_holds_tied_weights_at_zero_wherever_they_are():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    masked = vprop.Vprop(model.parameters(), num_data=10).posterior(model).prune(0.5).mask_model()
+    with torch.no_grad():
+        next(masked.parameters()).fill_(1.0)  # as training goes on
+    masked(torch.ones(1, 2))
+    assert len(list(masked.parameters())) == 1
+    assert [int((layer.weight == 0).sum()) for layer in masked] == [2, 2]

@@ -57,6 +57,12 @@ def test_without_noise_it_is_a_place_among_the_samples():
     assert Prediction(samples, "gaussian", 0.0).quantile(0.6).tolist() == pytest.approx([3.0])
 
 
+def test_both_tails_in_float32():
+    low, high = Prediction(torch.tensor([[-1.0], [1.0]]), "gaussian", 0.25).interval(1 - 1e-7)
+    torch.testing.assert_close(low, -high, rtol=1e-6, atol=0.0)
+    assert float(stats.norm.cdf(float(low), [-1.0, 1.0], 0.5).mean()) == pytest.approx(5e-8, rel=0.1)
+
+
 def test_mixtures_far_apart_and_in_float32():
     means = torch.tensor([-1e4, 0.0, 1e4])
     assert float(mixture_quantile(means, torch.ones(3), 0.5)) == pytest.approx(0.0, abs=1e-4)

@@ -105,6 +105,29 @@ def test_a_scaled_variance_is_that_of_every_part(kind, data):
     assert isinstance(fit_variance_scale(q, *data).value, float)
 
 
+@pytest.mark.parametrize("kind", ["mixture", "composed"])
+def test_members_and_parts_know_what_an_example_counts_in_them(kind, data, tmp_path):
+    """They are asked in the place of the whole; a scale of the variance leaves the changes of losses as they are."""
+    q = KINDS[kind]()
+    scaled = q._with_variance_scale(4.0)
+    scaled.save(tmp_path / "q.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "q.safetensors", q.model)
+
+    def changes(q):
+        inner = q.members[0] if kind == "mixture" else q.parts["full"]
+        return inner.sensitivity(data, loss_fn=nn.functional.cross_entropy).loss_change
+
+    torch.testing.assert_close(changes(scaled), changes(q))
+    torch.testing.assert_close(changes(loaded), changes(q))
+
+
+def test_parts_have_the_temperature_of_the_whole():
+    model = nn.Linear(2, 1)
+    groups = [{"params": [model.weight], "structure": "full"}, {"params": [model.bias]}]
+    q = vprop.Vprop(groups, num_data=10, temperature=0.5).posterior(model)
+    assert [(part.temperature, part.ess) for part in q.parts.values()] == [(0.5, 20.0)] * 2
+
+
 def test_a_mixture_of_calibrated_members_is_calibrated_alike_or_refused(data):
     x, _ = data
     members = [with_temperature(posterior(seed), 2.0) for seed in (0, 1)]

@@ -61,8 +61,7 @@ def fit_variance_scale(
         return log_loss(*held_out_predictions(scaled, batches, num_samples, seed, where, **how, check=False))
 
     found = minimum(loss, *RANGE, step=1.15, tolerance=0.01)
-    scaled = cast(AnyPosterior, posterior._with_variance_times(found.value))
-    scaled.scales = posterior.scales._replace(variance=posterior.scales.variance * found.value)
+    scaled = cast(AnyPosterior, posterior._with_variance_scale(found.value))
     return CalibrationFit(
         "variance scale", found.value, found.loss_at_one, found.loss, examples, found.at_limit, scaled
     )

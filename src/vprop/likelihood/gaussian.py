@@ -66,8 +66,8 @@ class GaussianLikelihood(LikelihoodModule):
 
     @property
     def noise_variance(self) -> Tensor:
-        """v, with its graph."""
-        return _limited(self.log_noise_variance).exp()
+        """v, with its graph; at least in float32, as its logarithm is in the loss."""
+        return _limited(_wide(self.log_noise_variance)).exp()
 
     @torch.no_grad()
     def current_noise(self) -> float | Tensor:
@@ -86,7 +86,7 @@ class GaussianLikelihood(LikelihoodModule):
                 "noise variance for each element of the last dimension. Make the likelihood with shape=(d,) for "
                 "outputs of d dimensions, or shape=() for one variance."
             )
-        return _mean_negative_log_density(_wide(output), y, _limited(self.log_noise_variance))
+        return _mean_negative_log_density(_wide(output), y, _limited(_wide(self.log_noise_variance)))
 
     def extra_repr(self) -> str:
         """The variance as it is now."""
@@ -156,9 +156,9 @@ def _limited(log_variance: Tensor) -> Tensor:
     return value + (log_variance - log_variance.detach())
 
 
-def _wide(output: Tensor) -> Tensor:
-    """A half-precision output in float32, where squares and exponentials have room."""
-    return output.to(torch.promote_types(output.dtype, torch.float32))
+def _wide(values: Tensor) -> Tensor:
+    """Half precision in float32, where squares and exponentials have room."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _mean_negative_log_density(mean: Tensor, y: Tensor, log_variance: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vprop.checks import invalid, shown
+from vprop.checks import invalid, is_number, shown
 from vprop.likelihood.terms import options_beyond_a_log_likelihood
 from vprop.precision import as_tensor
 
@@ -88,6 +88,7 @@ def snapshot_likelihood(
     """
     kind = likelihood.likelihood if isinstance(likelihood, LikelihoodModule) else likelihood
     check_likelihood(kind, noise_variance)
+    noise_variance = _plain(noise_variance)
     given = noise_variance is not None and (isinstance(noise_variance, Tensor) or noise_variance != 1.0)
     if given and isinstance(likelihood, LikelihoodModule):
         raise _two_noises(likelihood, noise_variance)
@@ -100,9 +101,14 @@ def snapshot_likelihood(
         refuse_noise_of_classes(kind, noise_variance)
     if isinstance(likelihood, LikelihoodModule):
         return kind, likelihood.current_noise()
-    if isinstance(noise_variance, Tensor):
-        return kind, noise_variance.detach().clone()
     return kind, 1.0 if noise_variance is None else noise_variance
+
+
+def _plain(noise_variance: Any) -> float | Tensor | None:
+    """A number as a float, which JSON has a form for; a list or an array as a tensor, and a tensor as a copy."""
+    if noise_variance is None:
+        return None
+    return float(noise_variance) if is_number(noise_variance) else variance_tensor(noise_variance).clone()
 
 
 def refuse_noise_of_classes(kind: Any, noise_variance: float | Tensor | None) -> None:

@@ -193,6 +193,12 @@ class Posterior(Decisions, ABC):
             "_with_variance_times(). Write one; or calibrate with fit_temperature or fit_noise_scale."
         )
 
+    def _with_variance_scale(self, scale: float) -> Posterior:
+        """The same, with the scale on record among what calibration has changed."""
+        other = self._with_variance_times(scale)
+        other.scales = self.scales._replace(variance=self.scales.variance * scale)
+        return other
+
     # -- files -----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:

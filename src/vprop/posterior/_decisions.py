@@ -76,6 +76,8 @@ class Decisions:
                 outputs).
             num_data: how many examples like these the posterior was trained on; by default ess times the
                 temperature, which is the optimizer's ``num_data``. Pass it where that counted something else (tokens).
+                With weights of classes in the loss an example counts by its weight over the mean weight of ``data``:
+                of data with another mean than the N training examples, pass N times the latter over the former.
             method: ``"outputs"`` differentiates each output of an example; ``"gradient"`` its loss alone, to first
                 order and without ``prediction_change``; ``"auto"`` is the first up to 64 outputs.
             chunk_size: examples that are differentiated at a time; ``None`` bounds memory by itself.

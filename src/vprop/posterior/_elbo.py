@@ -13,6 +13,7 @@ from torch import Tensor
 from vprop.checks import check_loss, check_num_samples, check_seed
 from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, batch_size_of, call_model
+from vprop.posterior.predictive.inputs import copied
 from vprop.posterior.predictive.models import drawn_models
 from vprop.wrappers import refuse_sharded
 
@@ -68,6 +69,14 @@ def size_of_batch(watch: LossWatch, loss: Tensor, y: Any) -> float:
     return float(batch_size_of(y) if terms is None else terms)
 
 
+def _require_one_number(loss: Any) -> None:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ValueError(
+            f"elbo(): the loss has shape {tuple(loss.shape)}, must be one number, the mean over the batch. Use "
+            "reduction='mean', or .mean()."
+        )
+
+
 @torch.no_grad()
 def elbo_estimate(
     posterior: Posterior,
@@ -90,8 +99,9 @@ def elbo_estimate(
         size, watch = 0.0, LossWatch()
         for k, model in enumerate(drawn_models(posterior, num_samples, seed)):
             with watch if k == 0 else nullcontext():
-                loss = batch_loss(call_model(model, x), y)
+                loss = batch_loss(call_model(model, copied(x)), y)
             if k == 0:
+                _require_one_number(loss)
                 size = size_of_batch(watch, loss, y)
                 examples += size
             if size == 0:

@@ -63,10 +63,24 @@ def check_priors(members: Sequence[Posterior]) -> None:
                 other = getattr(member.prior, kind)[name].to(value)
                 mine, other = torch.broadcast_tensors(value, other)
                 if not torch.allclose(mine, other, rtol=1e-6, atol=0.0):
-                    raise ValueError(
-                        f"kl(): members 0 and {number} have another prior {kind} of {name!r}, so there is no one prior "
-                        "to measure from. Use kl() and elbo() of the members."
-                    )
+                    raise _other_prior(number, f"{kind} of {name!r}")
+        if first.precision_matrix is not None or member.prior.precision_matrix is not None:
+            mine, other = (_prior_matrix(posterior) for posterior in (members[0], member))
+            if not torch.allclose(mine, other.to(mine), rtol=1e-6, atol=1e-6 * float(mine.abs().max())):
+                raise _other_prior(number, "precision matrix")
+
+
+def _prior_matrix(posterior: Posterior) -> Tensor:
+    """Λ over all weights, also of a prior without correlations."""
+    matrix = posterior.prior.precision_matrix
+    return posterior._flat(posterior.prior.precision).diag() if matrix is None else matrix.double()
+
+
+def _other_prior(number: int, what: str) -> ValueError:
+    return ValueError(
+        f"kl(): members 0 and {number} have another prior {what}, so there is no one prior to measure from. Use kl() "
+        "and elbo() of the members."
+    )
 
 
 def check_frozen(members: Sequence[Posterior]) -> None:

@@ -41,6 +41,8 @@ def mixture_quantile(means: Tensor, variances: Tensor, q: float) -> Tensor:
     >>> round(float(mixture_quantile(means, torch.ones(2), 0.25)), 3)  # the median of the first
     -10.0
     """
+    if q > 0.5:  # 1 − q has the digits there that q has not in float32
+        return -mixture_quantile(-means, variances, 1 - q)
     stds = variances.sqrt()
     own = means + stds * _standard(q, means)
     low, high = own.min(0).values, own.max(0).values

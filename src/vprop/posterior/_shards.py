@@ -66,6 +66,8 @@ def _check_shard(first: Posterior, shard: Posterior, number: int) -> None:
                 f"merge(posteriors): {name!r} has shape {shapes.get(name)} in number 0 and {others.get(name)} in "
                 f"number {number} (None: not there); must agree. Train all shards on the same model."
             )
+    if type(shard)._merged is Posterior._merged:
+        shard._merged([], shard.prior, {})  # which says so, before something else is found wrong with its numbers
     _check_numbers(shard, number)
     if shard.scales != Scales():
         raise ValueError(

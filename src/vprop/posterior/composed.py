@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vprop.posterior import _registry
 from vprop.posterior._base import Posterior
+from vprop.posterior.calibrated import Scales
 from vprop.posterior.prior import GaussianPrior
 
 _STRIDE = 0x9E3779B97F4A7C15
@@ -106,7 +107,7 @@ class ComposedPosterior(Posterior):
 
     def _with_variance_times(self, scale: float) -> ComposedPosterior:
         other = copy.copy(self)
-        other.parts = {structure: part._with_variance_times(scale) for structure, part in self.parts.items()}
+        other.parts = {structure: part._with_variance_scale(scale) for structure, part in self.parts.items()}
         return other
 
     def _covariance_times(self, rows: Tensor) -> Tensor:
@@ -152,7 +153,8 @@ class ComposedPosterior(Posterior):
             for section in part.sections_by_parameter:
                 own[section] = {name: own[section][name].to(mean[name].device) for name in names}
             part_prior = GaussianPrior({n: prior.mean[n] for n in names}, {n: prior.precision[n] for n in names})
-            plain = {name: value for name, value in rest.items() if name in ("ess", "seed", "buffers")}
+            plain = {name: value for name, value in rest.items() if name in ("ess", "temperature", "seed", "buffers")}
+            plain["scales"] = Scales(variance=rest.get("scales", Scales()).variance)  # logits are those of the whole
             parts[structure] = part._from_sections(model, {n: mean[n] for n in names}, part_prior, own, **plain)
         return cls(model, mean, parts, prior, **rest)
 

@@ -12,6 +12,7 @@ evidence like any ELBO. Members far from each other (a deep ensemble) have I = H
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -138,7 +139,7 @@ class Mixture(Posterior):
         return self._of_members([member.last_layer(head) for member in self.members])
 
     def _with_variance_times(self, scale: float) -> Mixture:
-        return self._of_members([member._with_variance_times(scale) for member in self.members])
+        return self._of_members([member._with_variance_scale(scale) for member in self.members])
 
     def _of_members(self, members: Sequence[Posterior]) -> Mixture:
         """The same mixture of others."""
@@ -213,13 +214,14 @@ def _checked_weights(weights: Any, count: int) -> list[float]:
     if weights is None:
         return [1 / count] * count
     values = weights.tolist() if isinstance(weights, Tensor) else list(weights)
-    right = len(values) == count and all(is_finite(value) and value >= 0 for value in values) and sum(values) > 0
-    if not right:
+    right = len(values) == count and all(is_finite(value) and value >= 0 for value in values)
+    values = [float(value) for value in values] if right else []
+    if not 0 < sum(values) < math.inf:
         raise ValueError(
             f"Invalid weights={shown(weights)}: must be {count} numbers >= 0, one for each posterior, not all zero. "
             "They are divided by their sum; leave them out for equal ones."
         )
-    return [float(value) / sum(values) for value in values]
+    return [value / sum(values) for value in values]
 
 
 def _flattened(posteriors: Sequence[Posterior], weights: Sequence[float]) -> tuple[list[Posterior], list[float]]:

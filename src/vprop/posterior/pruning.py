@@ -77,9 +77,11 @@ class PrunedPosterior(Posterior):
                 saved = self.buffers.get(name)
                 if saved is not None and saved.shape == buffer.shape:  # a cache may have grown since
                     buffer.copy_(saved)
-        for name in self._pruned_parameters:
-            path, _, own = name.rpartition(".")
-            torch_prune.custom_from_mask(model.get_submodule(path), own, self.masks[name].to(parameters[name].device))
+        masks = {parameters[name]: self.masks[name] for name in self._pruned_parameters}
+        for module in list(model.modules()):  # each that has a tied weight masks it for itself
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter in masks:
+                    torch_prune.custom_from_mask(module, name, masks[parameter].to(parameter.device))
         return model
 
     # -- the Gaussian ----------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class Composed(Structure):
 
     def posterior(self, model: nn.Module, **rest: Any) -> ComposedPosterior:
         """The parts' posteriors, as one."""
-        plain = {name: value for name, value in rest.items() if name in ("seed", "snapshot")}
+        plain = {name: value for name, value in rest.items() if name in ("temperature", "seed", "snapshot")}
         parts = {name: part.posterior(model, **plain) for name, part in self.parts.items() if part.members}
         ess = {part.ess for part in parts.values()}
         return ComposedPosterior.of(parts, ess=ess.pop() if len(ess) == 1 else None, **rest)

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vprop.objective import model_arguments
 from vprop.posterior.predictive.dropout import DrawMasks, dropping
 from vprop.posterior.predictive.functions import told_with_input
-from vprop.posterior.predictive.inputs import batches_of, is_loader, mapped
+from vprop.posterior.predictive.inputs import batches_of, copied, has_rows, is_loader, leaves, mapped
 from vprop.posterior.predictive.masks import Masks
 from vprop.replica import Replica, evaluating_replicas, switches_by_itself
 from vprop.wrappers import unwrapped
@@ -91,7 +91,9 @@ def estimate(model: nn.Module | Replica, batches: Iterable[Any], masks: Masks | 
 def _run(model: nn.Module | Replica, batches: Iterable[Any]) -> None:
     empty = True
     for batch in batches:
-        args, kwargs = model_arguments(batch)
+        if any(has_rows(value) and len(value) == 0 for value in leaves(batch)):
+            continue  # it has no statistics, and torch leaves those before it as they are
+        args, kwargs = model_arguments(copied(batch))
         with told_with_input(batch, model, WHERE):
             model(*args, **kwargs)
         empty = False

@@ -67,6 +67,11 @@ class ModelFunction(ABC):
 class WholeModel(ModelFunction):
     """All of the model is called for each draw of the weights."""
 
+    def __init__(self, posterior: Posterior) -> None:
+        super().__init__(posterior)
+        self._changes_input: bool | None = None
+        """Whether the model writes into its inputs; not known before the first call."""
+
     def prepare(self, x: Any) -> Prepared:
         """The arguments that the input stands for."""
         if not self.anew:
@@ -83,7 +88,18 @@ class WholeModel(ModelFunction):
             own = self._replica
             own.load(weights)
         with dropping(own, masks):
-            return logits_of(own(*prepared.args, **prepared.kwargs))
+            return logits_of(self._output(own, prepared))
+
+    def _output(self, own: Replica, prepared: Prepared) -> Any:
+        """Every draw sees the inputs as they were given, also where the model writes into them."""
+        if self._changes_input is False:
+            return own(*prepared.args, **prepared.kwargs)
+        args, kwargs = mapped(_copied, prepared.args), mapped(_copied, prepared.kwargs)
+        seen = _Seen(list(leaves((args, kwargs)))) if self._changes_input is None else None
+        output = own(*args, **kwargs)
+        if seen is not None:
+            self._changes_input = seen.is_changed()
+        return output
 
 
 class _Seen:

@@ -11,6 +11,7 @@ derivative of vᵀJᵀu by u is Jv.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev, vjp, vmap
 
+from vprop.functional.eigenbasis import in_full_precision
 from vprop.posterior.predictive.functions import ModelFunction, Prepared, first_rows, function_of, told_with_input
 from vprop.posterior.predictive.inputs import leaves, mapped
 
@@ -58,11 +60,11 @@ class LinearizedOutputs:
                     'predict(method="linearized"): the model returned one number, must return an output for each '
                     "example, in its first dimension."
                 )
-            rows, outputs = len(mean), mean[0].numel() if len(mean) else 1
-            size = outputs * self._posterior.num_parameters
+            rows, outputs = len(mean), math.prod(mean.shape[1:])
+            at_once = max(1, ELEMENTS // max(1, outputs * self._posterior.num_parameters))
             covariances = []
-            for start in range(0, rows, max(1, ELEMENTS // size)):
-                stop = min(rows, start + max(1, ELEMENTS // size))
+            for start in range(0, rows, at_once):
+                stop = min(rows, start + at_once)
                 jacobian, at = self._linearization(first_rows(prepared, rows, start, stop), stop - start, outputs)
                 _refuse_dependent(mean[start:stop].reshape(stop - start, outputs), at)
                 covariances.append(self._covariance(jacobian))
@@ -74,7 +76,7 @@ class LinearizedOutputs:
         """Σ = RRᵀ, so JΣJᵀ = (JR)(JR)ᵀ: symmetric, and without a negative eigenvalue but for rounding."""
         total: Any = 0
         for part in self._posterior._times_root(jacobian):
-            total = total + part @ part.mT
+            total = total + _times_own_transpose(part)
         return total
 
     def _linearization(self, prepared: Prepared, rows: int, outputs: int) -> Linearization:
@@ -142,6 +144,11 @@ class LinearizedOutputs:
             for i, name in enumerate(self._weights)
         }
         return by_name, torch.stack(values)
+
+
+@in_full_precision
+def _times_own_transpose(part: Tensor) -> Tensor:
+    return part @ part.mT
 
 
 def _refuse_dependent(together: Tensor, apart: Tensor) -> None:
