@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 from torch import Tensor, nn
 
@@ -103,9 +104,11 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
         """Train from the beginning on ``X`` (rows, features) with the labels ``y``."""
         self._check_arguments()
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32])
-        self._take_classes(y)
+        check_classification_targets(y)
+        weights = row_weights(sample_weight, X)
         self._forget()
-        self._learn(X, y, sample_weight, may_hold_out=True)
+        self._take_classes(y)
+        self._learn(X, y, weights, may_hold_out=True)
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> BayesianLogisticRegression:
@@ -113,14 +116,14 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
         self._check_arguments()
         first = not hasattr(self, "posterior_")
         X, y = validate_data(self, X, y, reset=first, dtype=[np.float64, np.float32])
+        weights = row_weights(sample_weight, X)
         self._take_all_classes(classes, first)
-        self._learn(X, y, sample_weight, may_hold_out=False)
+        self._learn(X, y, weights, may_hold_out=False)
         return self
 
-    def _learn(self, X: np.ndarray, y: np.ndarray, sample_weight: Any, may_hold_out: bool) -> None:
+    def _learn(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, may_hold_out: bool) -> None:
         """Train with the posterior so far, if there is one, as the prior."""
-        weights, targets = row_weights(sample_weight, X), self._encode(y)
-        counts = weights > 0
+        targets, counts = self._encode(y), weights > 0
         X, targets, weights = X[counts], targets[counts], weights[counts]
         earlier = getattr(self, "posterior_", None)
         if earlier is None:
