@@ -170,3 +170,13 @@ def test_a_structure_that_there_is_not(kind, name):
     optimizer.param_groups[0]["structure"] = "eigenbasis"
     optimizer.step(closure_of(model, optimizer))
     assert counts(model, optimizer) == [1, 1, 1, 1]
+
+
+def test_bases_that_would_never_be_due_are_refused_before_the_step():
+    model = make_model()
+    optimizer = vprop.Vprop(split(model, "eigenbasis", "diagonal"), **ARGUMENTS)
+    optimizer.step(closure_of(model, optimizer))
+    optimizer.param_groups[0]["basis_every"] = 0
+    with pytest.raises(ValueError, match="basis_every=0"):
+        optimizer.step(closure_of(model, optimizer))
+    assert counts(model, optimizer) == [1, 1, 1, 1]

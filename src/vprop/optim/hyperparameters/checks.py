@@ -176,7 +176,7 @@ def enough_samples(name: str, group: dict[str, Any]) -> None:
 
 
 def check_samples(group: dict[str, Any]) -> None:
-    """Check how many samples and examples there are, and the kind of step: groups can be edited at any time."""
+    """Check what is counted, and the kind of step: groups can be edited at any time."""
     sample_count("mc_samples", group)
     enough_samples("mc_samples", group)
     if "batch_size" in group:  # not every method has it
@@ -184,6 +184,8 @@ def check_samples(group: dict[str, Any]) -> None:
     if "preconditioner" in group:
         preconditioner("preconditioner", group)
         root_of_known_batches("preconditioner", group)
+    if "basis_every" in group:
+        at_least_one("basis_every", group)
 
 
 def fisher_or_centered(name: str, group: dict[str, Any]) -> None:
