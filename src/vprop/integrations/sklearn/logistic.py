@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
             of scikit-learn's ``LogisticRegression``. "auto" finds the value that maximizes the evidence lower bound.
         covariance: "full", "diagonal", or "auto": full up to 500 weights.
         fit_intercept: have intercepts. Their prior is N(0, 10²), next to none: shrinking them would be a
-            statement about how frequent the classes are.
+            statement about how frequent the classes are. Without them ``standardize`` only scales the features: a shift
+            would be an intercept, and would take a column of ones away.
         learning_rate_init: size of the first steps, 1 being Newton's; falls to zero along half a cosine.
         max_iter: steps.
         standardize: bring every feature to mean 0 and standard deviation 1 on the training data first. ``coef_`` is in
@@ -120,6 +122,11 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
         self._take_all_classes(classes, first)
         self._learn(X, y, weights, may_hold_out=False)
         return self
+
+    def _take_scales(self, X: np.ndarray, weights: np.ndarray) -> None:
+        super()._take_scales(X, weights)
+        if not self.fit_intercept:
+            self._inputs = replace(self._inputs, mean=np.zeros_like(self._inputs.mean))
 
     def _learn(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, may_hold_out: bool) -> None:
         """Train with the posterior so far, if there is one, as the prior."""
