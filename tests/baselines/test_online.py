@@ -396,3 +396,11 @@ def test_a_singular_fisher_matrix_is_an_error():
     )
     with pytest.raises(RuntimeError, match=r"not positive definite.*Use smaller steps"):
         method.update(torch.ones(1, 4), torch.zeros(1))
+
+
+def test_a_batch_without_examples_changes_nothing():
+    ekf = ExtendedKalmanFilter(nn.Linear(2, 3), prior_precision=2.0, likelihood="categorical")
+    before = ekf.mean
+    ekf.update(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))
+    assert torch.equal(ekf.mean, before)
+    assert torch.equal(ekf.covariance, torch.eye(9, dtype=torch.float64) / 2)

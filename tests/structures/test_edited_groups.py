@@ -170,3 +170,19 @@ def test_a_structure_that_there_is_not(kind, name):
     optimizer.param_groups[0]["structure"] = "eigenbasis"
     optimizer.step(closure_of(model, optimizer))
     assert counts(model, optimizer) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("basis_every", 0), ("temperature", 0.0), ("prior_mean", [torch.zeros(1)]), ("num_data", -5)]
+)
+def test_entries_are_checked_as_in_the_constructor_before_the_step(name, value):
+    model = make_model()
+    optimizer = vprop.Vprop(split(model, "eigenbasis", "diagonal"), **ARGUMENTS)
+    optimizer.step(closure_of(model, optimizer))
+    former, optimizer.param_groups[0][name] = optimizer.param_groups[0][name], value
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"Invalid {name}"):
+            optimizer.step(closure_of(model, optimizer))
+    assert counts(model, optimizer) == [1, 1, 1, 1]
+    optimizer.param_groups[0][name] = former
+    optimizer.step(closure_of(model, optimizer))

@@ -161,7 +161,7 @@ def _categorical(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     probs = logits.softmax(1)
     residual = one_hot(y.long(), classes) - probs
     blocks = probs.diag_embed() - probs[:, :, None] * probs[:, None, :]
-    return residual, torch.block_diag(*blocks)
+    return residual, torch.block_diag(blocks.new_zeros(0, 0), *blocks)  # which would be float32 of no blocks
 
 
 def _bernoulli(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

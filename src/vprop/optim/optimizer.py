@@ -137,6 +137,11 @@ class VariationalOptimizer(TrainingLoops):
         check_hyperparameters(group, self._hyperparameters)
         self._check_by_structure(group)
 
+    def _check_edited(self, group: dict[str, Any], names: list[str]) -> None:
+        """The same of entries that were edited since."""
+        take_auto(group)
+        check_hyperparameters(group, self._hyperparameters, names)
+
     def _check_by_structure(self, group: dict[str, Any]) -> None:
         """Refuse what the structure that the group asks for cannot do with."""
         chooses, structure = "structure" in self._hyperparameters, self._structure

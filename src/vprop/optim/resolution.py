@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vprop.optim.optimizer import VariationalOptimizer
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_LATE = ("lr", "betas", "clip_radius")
+"""What the update reads itself."""
 
 
 class Resolution:
@@ -43,6 +45,10 @@ class Resolution:
                     break
             else:
                 return self._steps
+        for group in groups:
+            edited = next((known.edited(group) for known in self._known if known.is_of(group)), [])
+            if edited:  # what was added since was checked then
+                optimizer._check_edited(group, edited)
         self._steps = resolved(optimizer, groups)
         self._known = [_Known(group, ranks) for group in groups]
         return self._steps
@@ -53,11 +59,20 @@ class _Known:
 
     def __init__(self, group: dict[str, Any], ranks: tuple[int, int]) -> None:
         self._group, self._ranks = group, ranks
-        self._values, self._params = list(group.values()), list(group["params"])
-        self._late = [list(group).index(name) for name in ("lr", "betas", "clip_radius")]
+        self._names, self._values, self._params = list(group), list(group.values()), list(group["params"])
+        self._late = [self._names.index(name) for name in _LATE]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._params))
         self._sharded = [p for p in self._params if is_sharded(p)]
         self._addresses = _addresses(self._sharded)
+
+    def is_of(self, group: dict[str, Any]) -> bool:
+        """Whether it is this group that is known."""
+        return group is self._group
+
+    def edited(self, group: dict[str, Any]) -> list[str]:
+        """The names of entries that are others now, but for those that the update reads itself."""
+        pairs = zip(self._names, self._values, strict=True)
+        return [name for name, value in pairs if name not in _LATE and group.get(name) is not value]
 
     def fits(self, group: dict[str, Any], ranks: tuple[int, int]) -> bool:
         """Whether nothing was edited but what the update reads itself."""

@@ -38,7 +38,7 @@ def refuse_sharded_parameters(group: dict[str, Any], optimizer: str) -> None:
     if any(is_sharded(p) for p in group["params"]):
         raise ValueError(
             f"{optimizer} needs whole parameters, but these are spread over ranks (FSDP, tensor parallel). Use "
-            "DistributedDataParallel, or a diagonal optimizer: Vprop, IVON, Vadam."
+            'DistributedDataParallel, or a diagonal: Vprop, Vario and IVON with structure="diagonal", Vadam.'
         )
 
 

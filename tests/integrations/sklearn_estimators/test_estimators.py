@@ -14,7 +14,7 @@ import sklearn
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_iris
-from sklearn.exceptions import ConvergenceWarning
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -367,6 +367,25 @@ def test_weights_that_are_none(estimator):
         fresh(estimator).fit(X, y, sample_weight=np.zeros(len(y)))
     with pytest.raises(ValueError, match=r"[Nn]egative"):
         fresh(estimator).fit(X, y, sample_weight=-np.ones(len(y)))
+
+
+@every_estimator
+def test_a_failed_fit_leaves_the_model_as_it_was_or_unfitted(estimator, monkeypatch):
+    X, y = (part[::5] for part in data_for(estimator))
+    model = fresh(estimator, max_iter=1, n_posterior_samples=2).fit(X, y)
+    before = answers(model, X)
+    with pytest.raises(ValueError, match="zero"):
+        model.fit(X, y, sample_weight=np.zeros(len(y)))
+    assert np.array_equal(answers(model, X), before)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "_train", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, y)
+    with pytest.raises(NotFittedError):
+        model.predict(X)
 
 
 @every_classifier

@@ -178,15 +178,16 @@ def standardized(X):
 @pytest.mark.parametrize("covariance", ["full", "diagonal"])
 def test_coefficients_are_those_of_the_exact_posterior(cancer, covariance):
     """To a quarter of a posterior standard deviation, and 5 % (full) or 10 % of the standard deviations."""
-    X, y = cancer
-    exact = exact_vi_logistic(standardized(X), torch.tensor(y), 1.0, covariance)
+    X, y = standardized(cancer[0]), cancer[1]
+    exact = exact_vi_logistic(X, torch.tensor(y), 1.0, covariance)
     model = BayesianLogisticRegression(1.0, random_state=0, covariance=covariance, fit_intercept=False, max_iter=150)
-    model.fit(X, y)
+    scale = np.arange(1.0, 11.0)
+    model.fit(X.numpy() * scale, y)
     exact_std = exact.variance.sqrt().numpy()
-    error = (model.coef_[0] * X.std(0) - exact.mean.numpy()) / exact_std
+    error = (model.coef_[0] * scale - exact.mean.numpy()) / exact_std
     assert np.abs(error).max() < 0.25
     tolerance = 0.05 if covariance == "full" else 0.1
-    np.testing.assert_allclose(model.coef_std_[0] * X.std(0), exact_std, rtol=tolerance)
+    np.testing.assert_allclose(model.coef_std_[0] * scale, exact_std, rtol=tolerance)
     assert abs(model.elbo_ - exact.elbo) < 1.5
 
 
@@ -242,3 +243,12 @@ def test_the_intercept_is_hardly_shrunk():
     assert model.predict_proba(X)[:, 1].mean() == pytest.approx(0.05, abs=0.01)
     without = BayesianLogisticRegression(random_state=0, fit_intercept=False).fit(X, y)
     assert without.predict_proba(X)[:, 1].mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_without_an_intercept_the_origin_stays_and_a_column_of_ones_is_one():
+    X, y = np.random.RandomState(0).randn(60, 1) + 3, (np.arange(60) < 6).astype(int)
+    quick = {"max_iter": 15, "n_posterior_samples": 8, "random_state": 0, "fit_intercept": False}
+    ones = BayesianLogisticRegression(0.01, **quick).fit(np.c_[X, np.ones(60)], y)
+    assert ones.coef_[0, 1] < -1  # a tenth are of class 1
+    assert ones.intercept_ == ones.intercept_std_ == 0
+    assert ones.predict_proba([[0.0, 0.0]])[0, 1] == 0.5

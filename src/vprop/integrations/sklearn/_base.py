@@ -45,6 +45,10 @@ class SampledEstimator(BaseEstimator):
             if name not in ("self", "__class__"):
                 setattr(self, name, value)
 
+    def __sklearn_is_fitted__(self) -> bool:
+        """Whether there is a posterior: a fit that failed or was interrupted leaves other attributes behind."""
+        return hasattr(self, "posterior_")
+
     def _take_seeds(self) -> None:
         """Seeds of everything random, so that neither torch's nor NumPy's global state is used."""
         seeds = check_random_state(self.random_state).randint(np.iinfo(np.int32).max, size=4)

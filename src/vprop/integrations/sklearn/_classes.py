@@ -24,7 +24,7 @@ class ClassesMixin(SetsMixin):
         """(samples, rows, classes), some rows at a time."""
 
     def _take_classes(self, y: Any) -> None:
-        check_classification_targets(y)
+        """The classes of checked labels."""
         self.classes_ = np.unique(y)
         self._forget_sets()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
@@ -112,10 +113,11 @@ class BayesianMLPClassifier(ClassesMixin, ClassifierMixin, BayesianMLP):
         """Train from the beginning on ``X`` (rows, features) with the labels ``y``."""
         self._check_arguments()
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        check_classification_targets(y)
+        used, labels, weights = self._checked_weights(sample_weight, X, y)
         self._forget()
         self._take_classes(y)
-        X, y, weights = self._checked_weights(sample_weight, X, y)
-        self._fit(X, self._encode(y), weights, len(self.classes_), stratify=True)
+        self._fit(used, self._encode(labels), weights, len(self.classes_), stratify=True)
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> BayesianMLPClassifier:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 from torch import Tensor, nn
 
@@ -34,7 +36,8 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
             of scikit-learn's ``LogisticRegression``. "auto" finds the value that maximizes the evidence lower bound.
         covariance: "full", "diagonal", or "auto": full up to 500 weights.
         fit_intercept: have intercepts. Their prior is N(0, 10²), next to none: shrinking them would be a
-            statement about how frequent the classes are.
+            statement about how frequent the classes are. Without them ``standardize`` only scales the features: a shift
+            would be an intercept, and would take a column of ones away.
         learning_rate_init: size of the first steps, 1 being Newton's; falls to zero along half a cosine.
         max_iter: steps.
         standardize: bring every feature to mean 0 and standard deviation 1 on the training data first. ``coef_`` is in
@@ -103,9 +106,11 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
         """Train from the beginning on ``X`` (rows, features) with the labels ``y``."""
         self._check_arguments()
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32])
-        self._take_classes(y)
+        check_classification_targets(y)
+        weights = row_weights(sample_weight, X)
         self._forget()
-        self._learn(X, y, sample_weight, may_hold_out=True)
+        self._take_classes(y)
+        self._learn(X, y, weights, may_hold_out=True)
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> BayesianLogisticRegression:
@@ -113,14 +118,19 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
         self._check_arguments()
         first = not hasattr(self, "posterior_")
         X, y = validate_data(self, X, y, reset=first, dtype=[np.float64, np.float32])
+        weights = row_weights(sample_weight, X)
         self._take_all_classes(classes, first)
-        self._learn(X, y, sample_weight, may_hold_out=False)
+        self._learn(X, y, weights, may_hold_out=False)
         return self
 
-    def _learn(self, X: np.ndarray, y: np.ndarray, sample_weight: Any, may_hold_out: bool) -> None:
+    def _take_scales(self, X: np.ndarray, weights: np.ndarray) -> None:
+        super()._take_scales(X, weights)
+        if not self.fit_intercept:
+            self._inputs = replace(self._inputs, mean=np.zeros_like(self._inputs.mean))
+
+    def _learn(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, may_hold_out: bool) -> None:
         """Train with the posterior so far, if there is one, as the prior."""
-        weights, targets = row_weights(sample_weight, X), self._encode(y)
-        counts = weights > 0
+        targets, counts = self._encode(y), weights > 0
         X, targets, weights = X[counts], targets[counts], weights[counts]
         earlier = getattr(self, "posterior_", None)
         if earlier is None:

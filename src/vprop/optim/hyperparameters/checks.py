@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -17,14 +17,17 @@ from vprop.parallel.sharding import is_sharded, to_local
 from vprop.precision import compute_dtype
 
 
-def check_hyperparameters(group: dict[str, Any], declared: Mapping[str, Hyperparameter]) -> None:
-    """Check the entries of one parameter group and put them into the form that the updates read."""
+def check_hyperparameters(
+    group: dict[str, Any], declared: Mapping[str, Hyperparameter], edited: Collection[str] | None = None
+) -> None:
+    """Check the entries of one parameter group, or those edited, and put them into the form that the updates read."""
     for name, value in group.items():
         if is_number(value):  # NumPy's numbers would end up in checkpoints
             group[name] = int(value) if isinstance(value, Integral) else float(value)
     present = {name: hyperparameter for name, hyperparameter in declared.items() if name in group}
     for name, hyperparameter in present.items():
-        hyperparameter.check(name, group)
+        if edited is None or name in edited:
+            hyperparameter.check(name, group)
     for name, hyperparameter in present.items():
         hyperparameter.fits(name, group)
     _scales(group)
