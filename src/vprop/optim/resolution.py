@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vprop.optim.optimizer import VariationalOptimizer
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+READ_LATE = ("lr", "betas", "clip_radius")
+"""What the update reads itself, and schedulers write."""
 
 
 class Resolution:
@@ -37,12 +39,13 @@ class Resolution:
             return resolved(optimizer, groups)
         ranks = rank_and_count()
         self.several_ranks = ranks[1] > 1
+        edited = groups
         if len(groups) == len(self._known):
-            for known, group in zip(self._known, groups, strict=True):
-                if not known.fits(group, ranks):
-                    break
-            else:
+            edited = [group for known, group in zip(self._known, groups, strict=True) if not known.fits(group, ranks)]
+            if not edited:
                 return self._steps
+        for group in edited:
+            optimizer._check_edited(group)
         self._steps = resolved(optimizer, groups)
         self._known = [_Known(group, ranks) for group in groups]
         return self._steps
@@ -54,7 +57,7 @@ class _Known:
     def __init__(self, group: dict[str, Any], ranks: tuple[int, int]) -> None:
         self._group, self._ranks = group, ranks
         self._values, self._params = list(group.values()), list(group["params"])
-        self._late = [list(group).index(name) for name in ("lr", "betas", "clip_radius")]
+        self._late = [list(group).index(name) for name in READ_LATE]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._params))
         self._sharded = [p for p in self._params if is_sharded(p)]
         self._addresses = _addresses(self._sharded)

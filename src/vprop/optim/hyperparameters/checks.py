@@ -13,6 +13,7 @@ from torch import Tensor
 from vprop import checks
 from vprop.checks import check_flag, invalid, is_finite, is_number
 from vprop.optim.hyperparameters.declaration import Check, Hyperparameter
+from vprop.optim.hyperparameters.prior import in_place, precision_or_matrix
 from vprop.parallel.sharding import is_sharded, to_local
 from vprop.precision import compute_dtype
 
@@ -28,6 +29,20 @@ def check_hyperparameters(group: dict[str, Any], declared: Mapping[str, Hyperpar
     for name, hyperparameter in present.items():
         hyperparameter.fits(name, group)
     _scales(group)
+
+
+def check_edited(group: dict[str, Any], declared: Mapping[str, Hyperparameter], but: tuple[str, ...]) -> None:
+    """Check the entries of a group again, each by itself, ``but`` those.
+
+    Tensors of a prior that have their place already stay what they are: they may be changed there.
+    """
+    for name, hyperparameter in declared.items():
+        if name not in group or name in but:
+            continue
+        may_be_matrix = hyperparameter.check is precision_or_matrix
+        if hyperparameter.per_parameter and in_place(group[name], group["params"], may_be_matrix=may_be_matrix):
+            continue
+        hyperparameter.check(name, group)
 
 
 # -- each by itself --------------------------------------------------------------------------------------------
