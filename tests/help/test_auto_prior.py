@@ -293,3 +293,20 @@ def test_auto_may_be_asked_for_later():
     for _ in range(3):
         optimizer.step(closure)
     assert optimizer.param_groups[0]["prior_precision"] != 1.0
+
+
+@pytest.mark.parametrize("prior", [0.0, "per weight"])
+def test_a_prior_that_is_set_by_hand_while_it_is_followed(prior):
+    """A number is followed from there; one per weight, as ``as_prior()`` makes it, is not followed any longer."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Vprop([weight], num_data=10, prior_precision=AutoPrior(warmup=0, every=1))
+    group = optimizer.param_groups[0]
+    group["prior_precision"] = [torch.full((3,), 7.0)] if prior == "per weight" else prior
+    with optimizer.sampled_params():
+        weight.square().sum().backward()
+    optimizer.step()
+    if prior == "per weight":
+        assert group["prior_precision"][0].tolist() == [7.0] * 3
+        assert "auto_prior" not in group
+    else:
+        assert 0 < group["prior_precision"] < 1

@@ -237,6 +237,21 @@ def test_an_unusable_element_is_left_out(kernels, bad, role, clip_radius):
 
 
 @each_version
+@pytest.mark.parametrize("rule", CLAMPED_RULES)
+def test_an_element_without_prior_keeps_its_last_curvature(kernels, rule):
+    """Whatever the step divides by: without any precision the next sample would be infinite."""
+    given = problem([(40,)])
+    given.roles[Role.GRAD][0][17] = 0
+    step = replace(STEP, noise=replace(NOISE, damping=0.0), rule=rule, betas=(0.0, 0.0), sampled=False)
+    after = given.copy(kernels.device)
+    table = after.table()
+    kernels.step(table, step)
+    assert int(table.unusable.sum()) == 1
+    for kept in (Role.WEIGHT, Role.HESS):
+        assert after.roles[kept][0][17] == given.roles[kept][0][17]
+
+
+@each_version
 @pytest.mark.parametrize("rule", Rule)
 def test_a_parameter_that_never_took_part(kernels, rule):
     """Its count is zero, and so is what its averages would be divided by."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import vprop
 from tests.table import TABLE
 
 
@@ -100,3 +101,38 @@ def test_a_number_that_python_refuses_to_write():
 
     with pytest.raises(ValueError, match=r"Invalid num_data=an integer of thousands of digits: must be a finite"):
         Vprop(parameters(), num_data=10**5000)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.0),
+        ("num_data", -5),
+        ("prior_precision", -3.0),
+        ("prior_precision", torch.eye(3, dtype=torch.float64)),
+        ("prior_mean", [torch.zeros(2)]),
+        ("noise_limit", 0.0),
+    ],
+)
+def test_a_group_is_edited_into_what_the_constructor_refuses(name, value):
+    """Samples of such a width would leave NaN in the weights, and a negative prior precision no sign at all."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = vprop.Vario([weight], num_data=10, batch_size=5)
+    group = optimizer.param_groups[0]
+    usual, group[name] = group[name], value
+    with pytest.raises(ValueError, match=f"Invalid {name}"), optimizer.sampled_params():
+        pass
+    assert torch.equal(weight, torch.ones(3))
+    group[name] = usual
+    with optimizer.sampled_params():
+        weight.square().sum().backward()
+    optimizer.step()
+
+
+def test_a_prior_of_another_precision_set_later_is_as_one_of_the_constructor():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = vprop.Vprop([weight], num_data=10)
+    optimizer.param_groups[0]["prior_precision"] = [torch.full((3,), 5.0, dtype=torch.float64)]
+    optimizer.marginals()
+    (precision,) = optimizer.param_groups[0]["prior_precision"]
+    assert precision.dtype == torch.float32

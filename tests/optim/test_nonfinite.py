@@ -61,6 +61,21 @@ def test_a_step_to_infinity_is_left_out():
     assert w.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_without_prior_and_gradient_the_curvature_stays(fused):
+    """The step of SGD's kind divides by nothing, but the next sample needs a precision."""
+    w = nn.Parameter(torch.ones(2))
+    options = {"preconditioner": "identity", "batch_size": 1, "init_steps": 0, "fused": fused}
+    optimizer = Vprop([w], num_data=10, prior_precision=0.0, lr=0.1, **options)
+    with optimizer.sampled_params():
+        w.grad = torch.tensor([1.0, 0.0])
+    with pytest.warns(RuntimeWarning, match="1 gradient elements"):
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[w]["hess"], torch.ones(2))
+    with optimizer.sampled_params():
+        assert torch.isfinite(w).all()
+
+
 def test_a_posterior_that_is_not_finite_is_an_error():
     model = nn.Linear(2, 1)
     optimizer = Vprop(model.parameters(), num_data=10)

@@ -114,7 +114,9 @@ def natural_gradient_step(
     pull = damping * (mean - prior_mean)
     direction = debiased + pull
     if gradient_scale is None:
-        direction = direction / _not_below(new_hess + damping, floor) if divides else direction
+        bounded = _not_below(new_hess + damping, floor)
+        # Without any precision the next sample would be infinite, and the mean lost in it.
+        direction = direction / bounded if divides else torch.where(bounded > 0, direction, torch.nan)
     else:
         prior_square = pull.square() + damping * damping * variance(new_hess, ess, damping, floor)
         direction = direction / (((new_hess / gradient_scale).clamp_min(0) + prior_square).sqrt() + SMALLEST_SIZE)

@@ -76,6 +76,8 @@ def take_auto(group: dict[str, Any]) -> None:
         if wanted != "auto":
             raise invalid("prior_precision", wanted, 'a number, a list of tensors, or "auto"', 'Did you mean "auto"?')
         wanted = AutoPrior()
+    if isinstance(wanted, list | tuple | Tensor) and "auto_prior" in group:
+        del group["auto_prior"]  # somebody else knows better: one λ for each weight is not followed
     if not isinstance(wanted, AutoPrior):
         return
     if group["capturable"]:
@@ -132,7 +134,8 @@ def update_auto_priors(groups: list[dict[str, Any]], due: list[int], marginals: 
     pools += [sharing] if any(number in sharing for number in due) else []
     for pool in pools:
         best = best_precision(sum(counts[i] for i in pool), sum(moments[i] for i in pool))
-        old = math.exp(sum(math.log(groups[i]["prior_precision"]) for i in pool) / len(pool))
+        # Somebody may have set it to zero.
+        old = math.exp(sum(math.log(max(BOUNDS[0], groups[i]["prior_precision"])) for i in pool) / len(pool))
         new = damped(old, best, groups[pool[0]]["auto_prior"]["damping"])
         for i in pool:
             groups[i]["prior_precision"] = new

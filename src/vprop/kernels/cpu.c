@@ -444,6 +444,8 @@ INLINE void update_as(
         vf new_mean = mean - u.lr * direction;
 
         unsigned unusable = bits_unequal(grad * 0 + new_hess * 0 + new_mean * 0, all(0));
+        if (rule == CLAMPED_IDENTITY || rule == RIEMANNIAN_IDENTITY) /* without any precision there is no next sample */
+            unusable |= ~bits_greater(most_of(all(width->floor), new_hess + damping), all(0)) & ALL;
         if (unusable) {
             new_mean = choose(unusable, mean, new_mean);
             new_hess = choose(unusable, hess, new_hess);

@@ -92,7 +92,9 @@ def direction_of(
         prior_square = pull * pull + damping * damping / precision_of(new_hess, ess, damping, floor)
         direction = (averaged + pull) / (tl.sqrt(squared_size + prior_square) + _SMALLEST_SIZE)
     elif RULE == _CLAMPED_IDENTITY or RULE == _RIEMANNIAN_IDENTITY:
-        direction = plus(averaged, damping, distance)
+        # Without any precision the next sample would be infinite: such an element is to be left out.
+        precise = tl.maximum(new_hess + damping, floor) > 0.0
+        direction = tl.where(precise, plus(averaged, damping, distance), float("nan"))
     else:
         # x/y as x·(1/√y)², for y > 0: a third of the instructions of a division, and as exact to a unit or two.
         bounded = new_hess + damping

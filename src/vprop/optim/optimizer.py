@@ -28,10 +28,17 @@ from vprop.optim._arguments import (
     warn_of_shared_memory,
 )
 from vprop.optim._group_keys import check_entries, drop_duplicates
-from vprop.optim.hyperparameters import Basic, Hyperparameter, check_hyperparameters, check_samples, declared_in
+from vprop.optim.hyperparameters import (
+    Basic,
+    Hyperparameter,
+    check_edited,
+    check_hyperparameters,
+    check_samples,
+    declared_in,
+)
 from vprop.optim.loading import METHOD, check_is_mapping
 from vprop.optim.loops import LoopState, TrainingLoops
-from vprop.optim.resolution import Resolution, check_sample_counts
+from vprop.optim.resolution import READ_LATE, Resolution, check_sample_counts
 from vprop.optim.sampling import Sampling, at_the_mean, note_hooks, release_samples
 from vprop.parallel.seeds import SeedCheck
 from vprop.posterior import Posterior
@@ -137,11 +144,6 @@ class VariationalOptimizer(TrainingLoops):
         check_hyperparameters(group, self._hyperparameters)
         self._check_by_structure(group)
 
-    def _check_edited(self, group: dict[str, Any], names: list[str]) -> None:
-        """The same of entries that were edited since."""
-        take_auto(group)
-        check_hyperparameters(group, self._hyperparameters, names)
-
     def _check_by_structure(self, group: dict[str, Any]) -> None:
         """Refuse what the structure that the group asks for cannot do with."""
         chooses, structure = "structure" in self._hyperparameters, self._structure
@@ -177,8 +179,13 @@ class VariationalOptimizer(TrainingLoops):
         """The hyperparameters that all groups with one covariance must have the same."""
         return [name for name, declared in cls._hyperparameters.items() if declared.shared_by_groups]
 
+    def _check_edited(self, group: dict[str, Any]) -> None:
+        """Refuse values that the constructor would refuse: a group can be edited at any time."""
+        take_auto(group)
+        check_edited(group, self._hyperparameters, READ_LATE)
+
     def _check_samples(self, group: dict[str, Any]) -> None:
-        """Refuse what a group may have been edited into."""
+        """Refuse samples that a group may have been edited into."""
         take_auto(group)  # "auto" may also be set on a group later
         check_samples(group)
         check_estimator(self._curvature(group), group, type(self).__name__)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from vprop.optim.optimizer import VariationalOptimizer
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_LATE = ("lr", "betas", "clip_radius")
-"""What the update reads itself."""
+READ_LATE = ("lr", "betas", "clip_radius")
+"""What the update reads itself, and schedulers write."""
 
 
 class Resolution:
@@ -39,16 +39,13 @@ class Resolution:
             return resolved(optimizer, groups)
         ranks = rank_and_count()
         self.several_ranks = ranks[1] > 1
+        edited = groups
         if len(groups) == len(self._known):
-            for known, group in zip(self._known, groups, strict=True):
-                if not known.fits(group, ranks):
-                    break
-            else:
+            edited = [group for known, group in zip(self._known, groups, strict=True) if not known.fits(group, ranks)]
+            if not edited:
                 return self._steps
-        for group in groups:
-            edited = next((known.edited(group) for known in self._known if known.is_of(group)), [])
-            if edited:  # what was added since was checked then
-                optimizer._check_edited(group, edited)
+        for group in edited:
+            optimizer._check_edited(group)
         self._steps = resolved(optimizer, groups)
         self._known = [_Known(group, ranks) for group in groups]
         return self._steps
@@ -59,20 +56,11 @@ class _Known:
 
     def __init__(self, group: dict[str, Any], ranks: tuple[int, int]) -> None:
         self._group, self._ranks = group, ranks
-        self._names, self._values, self._params = list(group), list(group.values()), list(group["params"])
-        self._late = [self._names.index(name) for name in _LATE]
+        self._values, self._params = list(group.values()), list(group["params"])
+        self._late = [list(group).index(name) for name in READ_LATE]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._params))
         self._sharded = [p for p in self._params if is_sharded(p)]
         self._addresses = _addresses(self._sharded)
-
-    def is_of(self, group: dict[str, Any]) -> bool:
-        """Whether it is this group that is known."""
-        return group is self._group
-
-    def edited(self, group: dict[str, Any]) -> list[str]:
-        """The names of entries that are others now, but for those that the update reads itself."""
-        pairs = zip(self._names, self._values, strict=True)
-        return [name for name, value in pairs if name not in _LATE and group.get(name) is not value]
 
     def fits(self, group: dict[str, Any], ranks: tuple[int, int]) -> bool:
         """Whether nothing was edited but what the update reads itself."""

@@ -1,6 +1,6 @@
 """Hyperparameters: each is declared once, and constructors, signatures, checks and documentation follow."""
 
-from vprop.optim.hyperparameters.checks import check_hyperparameters, check_samples, not_centered, rate
+from vprop.optim.hyperparameters.checks import check_edited, check_hyperparameters, check_samples, not_centered, rate
 from vprop.optim.hyperparameters.constructors import with_hyperparameters
 from vprop.optim.hyperparameters.declaration import Hyperparameter, declared_in
 from vprop.optim.hyperparameters.shared import LR, Basic, Floored, Shared, SharedByFull
@@ -12,6 +12,7 @@ __all__ = [
     "Hyperparameter",
     "Shared",
     "SharedByFull",
+    "check_edited",
     "check_hyperparameters",
     "check_samples",
     "declared_in",

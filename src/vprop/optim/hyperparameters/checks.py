@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -13,24 +13,36 @@ from torch import Tensor
 from vprop import checks
 from vprop.checks import check_flag, invalid, is_finite, is_number
 from vprop.optim.hyperparameters.declaration import Check, Hyperparameter
+from vprop.optim.hyperparameters.prior import in_place, precision_or_matrix
 from vprop.parallel.sharding import is_sharded, to_local
 from vprop.precision import compute_dtype
 
 
-def check_hyperparameters(
-    group: dict[str, Any], declared: Mapping[str, Hyperparameter], edited: Collection[str] | None = None
-) -> None:
-    """Check the entries of one parameter group, or those edited, and put them into the form that the updates read."""
+def check_hyperparameters(group: dict[str, Any], declared: Mapping[str, Hyperparameter]) -> None:
+    """Check the entries of one parameter group and put them into the form that the updates read."""
     for name, value in group.items():
         if is_number(value):  # NumPy's numbers would end up in checkpoints
             group[name] = int(value) if isinstance(value, Integral) else float(value)
     present = {name: hyperparameter for name, hyperparameter in declared.items() if name in group}
     for name, hyperparameter in present.items():
-        if edited is None or name in edited:
-            hyperparameter.check(name, group)
+        hyperparameter.check(name, group)
     for name, hyperparameter in present.items():
         hyperparameter.fits(name, group)
     _scales(group)
+
+
+def check_edited(group: dict[str, Any], declared: Mapping[str, Hyperparameter], but: tuple[str, ...]) -> None:
+    """Check the entries of a group again, each by itself, ``but`` those.
+
+    Tensors of a prior that have their place already stay what they are: they may be changed there.
+    """
+    for name, hyperparameter in declared.items():
+        if name not in group or name in but:
+            continue
+        may_be_matrix = hyperparameter.check is precision_or_matrix
+        if hyperparameter.per_parameter and in_place(group[name], group["params"], may_be_matrix=may_be_matrix):
+            continue
+        hyperparameter.check(name, group)
 
 
 # -- each by itself --------------------------------------------------------------------------------------------

@@ -111,3 +111,17 @@ def _per_parameter(name: str, tensors: Sequence[Any], params: Sequence[Tensor]) 
         _check_kind(f"{name}[{i}]", tensor)
         copies.append(shard_of(tensor.detach(), p).to(device=p.device, dtype=compute_dtype(p), copy=True))
     return copies
+
+
+def in_place(prior: Any, params: Sequence[Tensor], *, may_be_matrix: bool) -> bool:
+    """Whether a prior is a list of tensors, or a matrix, as the updates read them."""
+    if isinstance(prior, Tensor):
+        size = sum(p.numel() for p in params)
+        return may_be_matrix and prior.dtype == torch.float64 and prior.shape == (size, size)
+    if not isinstance(prior, list) or len(prior) != len(params):
+        return False
+    return all(
+        isinstance(tensor, Tensor)
+        and (tensor.shape, tensor.dtype, tensor.device) == (p.shape, compute_dtype(p), p.device)
+        for tensor, p in zip(prior, params, strict=True)
+    )
