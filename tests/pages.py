@@ -6,7 +6,7 @@ folder.
 A ```python block whose first line is a comment with the name of a file, ``# train.py``, is that file: it is written
 into the folder, and runs by a command further down the page, in ```bash or after a ``$`` in ```console or ```text,
 ``torchrun --nproc-per-node 2 train.py`` or ``python train.py``, in processes of its own (torchrun itself is left to
-`make test-slow`; here its processes are started from one that has imported torch). Files may import each other. A
+`make test-slow`; here its processes start as `programs.py` says). Files may import each other. A
 file that no command runs and nothing imports is an error, and so is a block in a language that is not known to be no
 Python: nothing is left out in silence. Only on pages ``from-*.md``, code of the library that one comes from, which
 need not be installed, is a ```py block: compiled, not run.
@@ -14,19 +14,16 @@ need not be installed, is a ```py block: compiled, not run.
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -126,7 +123,7 @@ def run_command(command: list[str], folder: Path) -> None:
     program, *arguments = command
     if program == "torchrun":
         ranks, file = torchrun_arguments(arguments)
-        run_ranks(folder / file, ranks)
+        run_program(folder / file, cwd=folder, logs=folder, ranks=ranks)
     else:
         run_process([sys.executable, *arguments], folder)
 
@@ -146,38 +143,3 @@ def torchrun_arguments(arguments: list[str]) -> tuple[int, str]:
         case ["--nproc-per-node" | "--nproc_per_node", number, file]:
             return int(number), file
     raise AssertionError(f"torchrun {shlex.join(arguments)}: a page has torchrun --nproc-per-node 2 train.py")
-
-
-def run_ranks(file: Path, count: int) -> None:
-    """What torchrun does, from processes that have imported torch already: half a second in place of many."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vprop", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=run_rank, args=(str(file), rank, count, port)) for rank in range(count)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(LIMIT)
-        rank.kill()
-    said = "\n".join(Path(f"{file}.{number}.log").read_text() for number in range(count))
-    assert all(rank.exitcode == 0 for rank in ranks), f"{file.name} on {count} ranks:\n{said}"
-
-
-def run_rank(file: str, rank: int, count: int, port: int) -> None:
-    """One process of torchrun's, with the environment that it gives."""
-    os.chdir(Path(file).parent)
-    log = open(f"{file}.{rank}.log", "w")  # noqa: SIM115 (as long as the process)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="localhost")
-    sys.argv, sys.path[0:0] = [file], [str(Path(file).parent)]
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(LIMIT - 10, file=log)  # where it waits, if it waits for ever
-    names: dict[str, object] = {"__name__": "__main__", "__file__": file}
-    exec(compile(Path(file).read_text(), file, "exec"), names)
-    # Torch may hang or abort when a model in DDP over gloo is freed after its process group: nothing is freed here.
-    sys.stdout.flush()
-    os._exit(0)

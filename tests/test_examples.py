@@ -10,26 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import LIMIT, Said, run_program
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-TIMEOUT = 240
-"""Seconds. They take a few; a machine that does other things beside may need more, for importing torch alone."""
 
 
-def output_of(script: str, *arguments: str) -> str:
-    """What an example prints in its short mode, without a network and without a GPU."""
-    result = subprocess.run(
-        [sys.executable, *(TORCHRUN if script == "torchrun.py" else []), f"examples/{script}", *arguments, "--short"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        cwd=EXAMPLES.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert result.returncode == 0, result.stderr
+def without_warnings(said: Said) -> str:
+    """What is printed, if it holds no warning of ours."""
     # Python prints the file that a warning is about: one of ours, or the example's own line that called us.
-    assert not re.search(r"(vprop|examples)/\S+:\d+: \w*Warning", result.stderr), result.stderr
-    return result.stdout
+    assert not re.search(r"(vprop|examples)/\S+:\d+: \w*Warning", said.stderr), said.stderr
+    return said.stdout
+
+
+def output_of(script: str, *arguments: str, logs: Path) -> str:
+    """What an example prints in its short mode, without a network and without a GPU."""
+    ranks = 2 if script == "torchrun.py" else None
+    said = run_program(EXAMPLES / script, *arguments, "--short", cwd=EXAMPLES.parent, logs=logs, ranks=ranks)
+    return without_warnings(said)
 
 
 def numbers_after(label: str, output: str) -> list[float]:
@@ -134,8 +132,23 @@ SCRIPTS = sorted({command[0] for command, _ in CASES})
 def test_runs(command, check, tmp_path):
     picture = tmp_path / "picture.png"
     draws = "--plot" in (EXAMPLES / command[0]).read_text()
-    check(output_of(*command, *(["--plot", str(picture)] if draws else [])))
+    check(output_of(*command, *(["--plot", str(picture)] if draws else []), logs=tmp_path))
     assert picture.exists() == draws
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "check"), CASES, ids=[" ".join(command) for command, _ in CASES])
+def test_runs_as_typed(command, check):
+    """In a process that has imported nothing, and under torchrun itself."""
+    script, *arguments = command
+    launch = [sys.executable, *(TORCHRUN if script == "torchrun.py" else []), f"examples/{script}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launch, *arguments, "--short"],
+        **{"capture_output": True, "text": True, "timeout": LIMIT, "cwd": EXAMPLES.parent, "env": environment},
+    )
+    assert done.returncode == 0, done.stderr
+    check(without_warnings(Said(done.stdout, done.stderr)))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

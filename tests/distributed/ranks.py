@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import io
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,7 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
+
+from tests.programs import free_port, started
 
 LIMIT = 240
 """Seconds that a job may take: ranks that wait for each other for ever must not stop the suite."""
@@ -58,7 +58,7 @@ class Ranks:
         return _unpacked(self._pipes[rank].recv_bytes())
 
     def _start(self) -> None:
-        context, port = multiprocessing.get_context("spawn"), _free_port()
+        context, port = started(), free_port()
         for rank in range(self.count):
             ours, theirs = context.Pipe()
             arguments = (rank, self.count, self.backend, port, theirs, [p for p in sys.path if p])
@@ -99,9 +99,3 @@ def _packed(value: Any) -> bytes:
 
 def _unpacked(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]

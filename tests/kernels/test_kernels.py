@@ -16,6 +16,7 @@ from tests.kernels.checks import (
     EPS,
     LAYOUTS,
     NOISE,
+    RIEMANNIAN_RULES,
     STEP,
     SUBNORMAL,
     UNIT,
@@ -103,10 +104,10 @@ def test_many_normals(kernels):
 
 
 @each_version
-@pytest.mark.parametrize(("start", "stop"), [(0, 0), (3, 4), (5, 777), (2**17 - 3, 2**17 + 9)])
-def test_any_slice_without_the_rest(kernels, start, stop):
+def test_any_slice_without_the_rest(kernels):
     whole = kernels.normals(0, 2**17 + 50)
-    assert torch.equal(kernels.normals(start, stop), whole[start:stop])
+    for start, stop in [(0, 0), (3, 4), (5, 777), (2**17 - 3, 2**17 + 9)]:
+        assert torch.equal(kernels.normals(start, stop), whole[start:stop])
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------
@@ -213,26 +214,27 @@ test_shapes_strides_and_types, test_shapes_strides_and_types_in_triton = _check_
 
 
 @each_version
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("role", [Role.GRAD, Role.OTHER])
 @pytest.mark.parametrize("clip_radius", [math.inf, 0.5])
-def test_an_unusable_element_is_left_out(kernels, bad, role, clip_radius):
+def test_an_unusable_element_is_left_out(kernels, role, clip_radius):
     for curvature, rule, momentum in itertools.product(Curvature, Rule, (False, True)):
         if role == Role.OTHER and curvature not in (Curvature.PAIR, Curvature.GIVEN):
             continue
         given = problem([(41,), (5, 3)], momentum=momentum)
-        given.roles[role][0][[0, 17, 40]] = bad
+        bad = {0: math.nan, 17: math.inf, 40: -math.inf}
+        given.roles[role][0][list(bad)] = torch.tensor(list(bad.values()))
         step = replace(STEP, curvature=curvature, rule=rule, clip_radius=clip_radius, sampled=False)
         after = given.copy(kernels.device)
         table = after.table()
         kernels.step(table, step)
-        check_step(kernels, given, replace(step, clip_radius=math.inf))
-        if bad == -math.inf and curvature == Curvature.GIVEN and rule != Rule.RIEMANNIAN:
-            continue  # an estimate of −∞ is clamped to zero, by the portable code too
-        assert int(table.unusable.sum()) == 3
+        if clip_radius == math.inf:
+            check_step(kernels, given, step)
+        if role == Role.OTHER and curvature == Curvature.GIVEN and rule not in RIEMANNIAN_RULES:
+            del bad[40]  # an estimate of −∞ is clamped to zero, by the portable code too
+        assert int(table.unusable.sum()) == len(bad)
         for kept in {Role.WEIGHT, Role.HESS, Role.MOMENTUM} & set(given.roles):
             ours, before = after.roles[kept][0].cpu(), given.roles[kept][0]
-            assert torch.equal(ours[[0, 17, 40]], before[[0, 17, 40]])
+            assert torch.equal(ours[list(bad)], before[list(bad)])
             assert torch.isfinite(ours).all()
 
 
@@ -380,7 +382,7 @@ def test_half_precision_is_torchs(kernels, dtype):
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
 def test_state_is_kept_in_another_dtype_than_computed_with(kernels, dtype, curvature, weight_dtype):
     """Bit for bit what float32 state would become, rounded when it is written; also of a row that takes no part."""
-    shapes = [(3, 700), (37,), (2, 9), (5,)]
+    shapes = [(3, 50 if kernels.slow else 700), (37,), (2, 9), (5,)]
     given = problem(shapes, layouts=LAYOUTS, dtype=weight_dtype, momentum=True, prior=True, without_grad={1, 3})
     kept = (Role.HESS, Role.MOMENTUM)
     narrow = given.copy()

@@ -79,13 +79,28 @@ def test_lr_as_a_tensor(case):
     assert_same_run(train(case, lr=0.05), train(case, lr=torch.tensor(0.05)), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("lr_is_tensor", [True, False])
-@pytest.mark.parametrize("case", cases(any_loop=True, has_hess=True))
+def make_layer():
+    """A weight and a bias: compiling takes its time for each parameter."""
+    return make_model()[0]
+
+
+def numbers_and_tensors():
+    """Every configuration with a number as ``lr``; each optimizer with a tensor, which is the same code for all."""
+    numbers = cases(any_loop=True, has_hess=True)
+    tensors = cases(any_loop=True, has_hess=True, first_of_each=True)
+    return [
+        pytest.param(*case.values, is_tensor, id=f"{case.id}-{is_tensor}")
+        for is_tensor, chosen in ((False, numbers), (True, tensors))
+        for case in chosen
+    ]
+
+
+@pytest.mark.parametrize(("case", "lr_is_tensor"), numbers_and_tensors())
 def test_compiled_step_is_the_same_and_does_not_recompile_when_lr_changes(case, lr_is_tensor):
     """Two compilations are expected: the first step creates the state, all others find it."""
     torch._dynamo.reset()
     counter = CompileCounter()
-    runs = [make_model(), make_model()]
+    runs = [make_layer(), make_layer()]
     # What is traced is the portable path.
     optimizers = [
         case(model.parameters(), lr=torch.tensor(0.05) if lr_is_tensor else 0.05, fused=False) for model in runs
@@ -105,20 +120,29 @@ def test_compiled_step_is_the_same_and_does_not_recompile_when_lr_changes(case, 
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("case", cases(first_only=True))
+def one_of_each_kind():
+    """From gradients, from an objective, with one covariance over all weights; others are left to the slow tests."""
+    kinds = ("Vprop", "VOGN", "VON")
+    return [
+        pytest.param(*case.values, id=case.id, marks=() if case.values[0].info.name in kinds else pytest.mark.slow)
+        for case in cases(first_only=True)
+    ]
+
+
+@pytest.mark.parametrize("case", one_of_each_kind())
 def test_compiled_step_with_a_closure(case):
     """Sampling, forward and backward inside break the graph; the result is the same, and compiling ends."""
     torch._dynamo.reset()
     counter, counts = CompileCounter(), []
-    eager = train(case, steps=5, fused=False)
-    model = make_model()
+    eager = train(case, model=make_layer(), steps=4, fused=False)
+    model = make_layer()
     optimizer = case(model.parameters(), fused=False)
     optimizer.step = torch.compile(optimizer.step, backend=counter)
-    for step in range(5):
+    for step in range(4):
         train(case, model=model, optimizer=optimizer, first_step=step, steps=1)
         counts.append(counter.frame_count)
     assert_same_run(eager, (model, optimizer), rtol=1e-6, atol=1e-7)
-    assert counts[2] == counts[4]
+    assert counts[2] == counts[3]
     torch._dynamo.reset()
 
 
