@@ -121,8 +121,8 @@ def test_compiled_step_is_the_same_and_does_not_recompile_when_lr_changes(case, 
 
 
 def one_of_each_kind():
-    """From gradients, from an objective, with one covariance over all weights; others are left to the slow tests."""
-    kinds = ("Vprop", "VOGN", "VON")
+    """One of those that share their step (the others are left to the slow tests), and all with a step of their own."""
+    kinds = ("Vprop", "VOGN", "CVI", "VON", "VONG", "BBVI")
     return [
         pytest.param(*case.values, id=case.id, marks=() if case.values[0].info.name in kinds else pytest.mark.slow)
         for case in cases(first_only=True)
