@@ -78,7 +78,7 @@ def test_what_needs_whole_parameters_says_so(ranks, optimizer) -> None:
     for error in ranks(2).errors(step_on_spread_parameters, optimizer):
         assert error is not None
         assert "are spread over ranks (FSDP, tensor parallel)" in error[1]
-        assert "Vprop, IVON, Vadam" in error[1]
+        assert all(name in error[1] for name in ("Vprop", "IVON", "Vadam"))  # what to use instead
 
 
 def objective_around_a_wrapped_part() -> None:

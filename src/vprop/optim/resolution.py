@@ -41,9 +41,12 @@ class Resolution:
         self.several_ranks = ranks[1] > 1
         edited = groups
         if len(groups) == len(self._known):
-            edited = [group for known, group in zip(self._known, groups, strict=True) if not known.fits(group, ranks)]
-            if not edited:
+            for known, group in zip(self._known, groups, strict=True):
+                if not known.fits(group, ranks):
+                    break
+            else:
                 return self._steps
+            edited = [group for known, group in zip(self._known, groups, strict=True) if not known.fits(group, ranks)]
         for group in edited:
             optimizer._check_edited(group)
         self._steps = resolved(optimizer, groups)
