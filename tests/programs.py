@@ -31,6 +31,9 @@ IMPORTED = (
 )
 """Before a process starts. What reads the environment when it is imported is not here."""
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""One thread, no network, no GPU."""
+
 
 class Said(NamedTuple):
     """What the processes of a program printed, one after the other."""
@@ -87,7 +90,7 @@ def _run(argv: list[str], cwd: str, world: dict[str, str], stdout: str, stderr: 
     for number, name in ((1, stdout), (2, stderr)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(cwd)
-    os.environ.update(world, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", MPLBACKEND="Agg")
+    os.environ.update(world | ENVIRONMENT, MPLBACKEND="Agg")
     sys.argv, sys.path[0:0] = argv, [str(Path(argv[0]).parent)]
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(LIMIT - 10, file=2)  # where it waits, if it waits for ever

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import LIMIT, Said, run_program
+from tests.programs import ENVIRONMENT, LIMIT, Said, run_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
@@ -142,10 +142,13 @@ def test_runs_as_typed(command, check):
     """In a process that has imported nothing, and under torchrun itself."""
     script, *arguments = command
     launch = [sys.executable, *(TORCHRUN if script == "torchrun.py" else []), f"examples/{script}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*launch, *arguments, "--short"],
-        **{"capture_output": True, "text": True, "timeout": LIMIT, "cwd": EXAMPLES.parent, "env": environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        cwd=EXAMPLES.parent,
+        env=os.environ | ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
     check(without_warnings(Said(done.stdout, done.stderr)))

@@ -33,13 +33,11 @@ class IVONArguments(Shared, Bases, total=False):
 
 IVON_BETAS = (0.9, 0.99999)
 SGD_CHECKS = {
-    "num_data": positive("Pass the number of training examples, e.g. num_data=len(train_set)."),
-    "temperature": positive("1 is the posterior, less is narrower."),
     "momentum": number("a number in [0, 1)", lambda value: 0 <= value < 1, "SGD's usual one is 0.9."),
     "weight_decay": not_negative("SGD's usual ones are 5e-4 and 1e-3."),
     "sigma": positive("It is the standard deviation of the weights; 0.008 is a first try."),
 }
-"""Of the arguments of :meth:`IVON.like_sgd` that others are computed from."""
+"""Of what :meth:`IVON.like_sgd` takes in place of arguments of the class."""
 
 
 def curvature_for(sigma: float, weight_decay: float, ess: float) -> float:
@@ -125,7 +123,8 @@ class IVON(VariationalOptimizer):
         if "num_data" not in given:
             return cls(params, lr, **hyperparameters)  # says what is missing
         facts = {"momentum": momentum, "weight_decay": weight_decay, "sigma": sigma, **given}
-        for name, check in SGD_CHECKS.items():
+        known = {name: cls._hyperparameters[name].check for name in ("num_data", "temperature")}
+        for name, check in (known | SGD_CHECKS).items():  # before others are computed from them
             check(name, facts)
         ess = given["num_data"] / given["temperature"]
         given |= {"betas": (momentum, IVON_BETAS[1]), "rescale_lr": True, "prior_precision": weight_decay * ess}

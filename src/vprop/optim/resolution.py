@@ -40,6 +40,7 @@ class Resolution:
         ranks = rank_and_count()
         self.several_ranks = ranks[1] > 1
         edited = groups
+        # Every step comes here: what was edited is listed only where something was.
         if len(groups) == len(self._known):
             for known, group in zip(self._known, groups, strict=True):
                 if not known.fits(group, ranks):

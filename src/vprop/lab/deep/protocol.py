@@ -65,7 +65,7 @@ class Bench:
         tried = [store.load(run.key) for run in self.tuning(task, contender)]
         losses = [{} if one is None else tuning_losses(one) for one in tried] or [{} for _ in grid]
         usable = [(loss, i, kind) for i, one in enumerate(losses) for kind, loss in one.items()]
-        _, best, kind = min(usable, default=(0.0, 0, MEAN if contender.kind == "point" else draws.OWN))
+        _, best, kind = min(usable, default=(0.0, 0, usual_kind(contender)))
         smallest = tuple(min(one.values(), default=None) for one in losses)
         return Chosen(grid[best], smallest, all(one is not None for one in tried), kind)
 
@@ -78,6 +78,11 @@ class Bench:
         """By AdamW with the settings that are usual for such networks."""
         setting = (("lr", 1e-3), ("weight_decay", 0.1), ("beta2", 0.99))
         return Pretraining(task, "adamw", setting, how=self.how, data_dir=self.data_dir)
+
+
+def usual_kind(contender: DeepContender) -> str:
+    """Of predictions, where nothing was tried that would say which is the best."""
+    return MEAN if contender.kind == "point" else draws.OWN
 
 
 def tuning_losses(result: dict[str, Any]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 from vprop.lab.deep import groups
 from vprop.lab.deep.contenders import BY_NAME, GROUPS, DeepContender, Group, Setting, taking_part
 from vprop.lab.deep.draws import UNMASKED
-from vprop.lab.deep.protocol import Bench
+from vprop.lab.deep.protocol import Bench, usual_kind
 from vprop.lab.deep.run import DeepRun, predictions_path
 from vprop.lab.deep.tasks import TUNING_SEED, DeepTask
 from vprop.lab.engine.store import Store
@@ -55,7 +55,7 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
         "ours": contender.ours,
         "setting": setting,
         "tuned": choice.complete and setting == choice.setting,
-        "predicts": choice.kind if setting == choice.setting else kinds[:2][-1],
+        "predicts": choice.kind if setting == choice.setting else usual_kind(contender),
         "grid": [
             {**one, "nll": loss} for one, loss in zip(contender.grid(task), choice.losses, strict=True)
         ],
