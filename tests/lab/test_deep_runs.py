@@ -195,6 +195,31 @@ def test_a_posterior_with_dropout_is_judged_with_masks_and_without(tmp_path):
     assert [run.seed for run, _ in results._runs(task, one, setting, place, store)] == [0]
 
 
+def test_dropout_that_was_chosen_not_to_be_used_is_one_network(tmp_path):
+    """All masks are the same: a row of draws, and an ensemble over masks, would show the same figures again."""
+    place, one, task = bench(tmp_path), contenders.BY_NAME["adamw-dropout"], SHORT[1]
+    with_masks, without = (next(s for s in one.grid(task) if (s["dropout"] > 0) == used) for used in (True, False))
+    groups = {}
+    for setting, kinds in ((with_masks, ["mean", "averaged"]), (without, ["mean"])):
+        store = Store(tmp_path / "runs")
+        for seed in range(3):
+            store.save((run := place.run(task, one, setting, seed, "final")).key, run.execute())
+        (row,) = results.collect(task, place)["contenders"]
+        assert (row["setting"], list(row["scores"]), list(row["diagrams"])) == (setting, kinds, kinds)
+        assert (row["predicts"], bool(row["nll_by_draws"])) == (kinds[-1], setting is with_masks)
+        groups[row["predicts"]] = [group["name"] for group in results.collect(task, place)["groups"]]
+        for seed in range(3):
+            store.forget(place.run(task, one, setting, seed, "final").key)
+    assert groups == {"averaged": ["ensemble-3-dropout", "ensemble-3-masks"], "mean": ["ensemble-3-dropout"]}
+
+
+def test_a_task_may_have_a_grid_of_its_own():
+    ivon = contenders.BY_NAME["ivon"]
+    tasks = {task.name: task for task in TASKS}
+    assert ivon.grid(tasks["cifar10-frn"]) != ivon.grid(tasks["cifar10"]) == ivon.grid(tasks["fashion"])
+    assert all(len(one.grid(task)) <= 4 for one in contenders.CONTENDERS for task in TASKS)
+
+
 # -- the pool --------------------------------------------------------------------------------------------------------
 
 

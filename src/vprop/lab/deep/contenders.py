@@ -17,13 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import vprop
-from vprop.lab.deep.tasks import DeepTask, Family
+from vprop.lab.deep.tasks import DeepTask
 
 Kind = Literal["point", "dropout", "posterior", "swag", "peer", "laplace"]
 """How a prediction is averaged: not at all, over dropout masks, over draws of a posterior of ours, of SWAG's Gaussian,
 of another package's optimizer, of a Laplace approximation around a trained network."""
 Setting = dict[str, float]
-Grids = Mapping[Family, tuple[Setting, ...]]
+Grids = Mapping[str, tuple[Setting, ...]]
+"""By family of tasks; by a task's name where it needs others."""
 DECAY = 5e-4
 """Weight decay of ResNets as everybody has it; as a prior precision it is this times N."""
 
@@ -54,7 +55,7 @@ class DeepContender:
     kind: Kind
     make: Callable[..., Optimizer] | None
     grids: Grids = field(default_factory=dict)
-    """By family of tasks; where there is none, it does not take part."""
+    """Where there is none, it does not take part."""
     gradients: int = 1
     """Of a batch, in a step: it makes so many times fewer steps."""
     needs: str = ""
@@ -69,7 +70,7 @@ class DeepContender:
 
     def grid(self, task: DeepTask) -> tuple[Setting, ...]:
         """The settings to choose from."""
-        return self.grids.get(task.family, ())
+        return self.grids.get(task.name, self.grids.get(task.family, ()))
 
     def installed(self) -> bool:
         """Whether it can run here."""
@@ -91,7 +92,7 @@ class Group:
     of: str
     members: int
     averaged: bool
-    """Whether the members' averaged predictions are taken (a mixture of posteriors) or those at the mean."""
+    """Whether the members' averaged predictions are taken (a mixture of posteriors, or masks) or those at the mean."""
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
@@ -205,11 +206,16 @@ _DROPOUT_GRIDS: Grids = {
 _NOISES: tuple[Setting, ...] = (
     {"sigma": 0.008}, {"sigma": 0.008, "decay": 1e-3}, {"sigma": 0.011, "decay": 1e-3}, {"sigma": 0.015, "decay": 1e-3},
 )  # fmt: skip
+# FilterResponseNorm has no mean over a batch to take the noise out again: there less of it is better.
+_SMALL_NOISES: tuple[Setting, ...] = (
+    {"sigma": 0.008}, {"sigma": 0.004}, {"sigma": 0.004, "speed": 2.0}, {"sigma": 0.002},
+)  # fmt: skip
 _VARIO_GRIDS: Grids = {
     "resnet": ({"lr": 3e-3}, {"lr": 1e-2, "decay": DECAY}),
     "gpt": (
         {"lr": 1e-3}, {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.1, "dropout": 0.2},
         {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.2, "dropout": 0.2},
+        {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.1},
     ),
 }  # fmt: skip
 
@@ -242,7 +248,7 @@ CONTENDERS = (
         ),
     }, ours=True),
     DeepContender("vprop-floor", "Vprop with a floor", "posterior", floored, {"resnet": _NOISES}, ours=True),
-    DeepContender("ivon", "IVON", "posterior", ivon, {"resnet": _NOISES}, ours=True),
+    DeepContender("ivon", "IVON", "posterior", ivon, {"resnet": _NOISES, "cifar10-frn": _SMALL_NOISES}, ours=True),
     DeepContender("ivon-clipped", "IVON with clipping", "posterior", ivon_with_clipping, {
         "gpt": tuple(
             {"lr": lr, "hess_init": 1e-3, "clip_radius": 1e-3, "temperature": 0.1} for lr in (300.0, 100.0, 600.0)
@@ -267,7 +273,9 @@ GROUPS = (
     Group("ensemble-5", "Ensemble of 5 SGD", "sgd", 5, averaged=False),
     Group("ensemble-3-adamw", "Ensemble of 3 AdamW", "adamw", 3, averaged=False),
     Group("ensemble-3-dropout", "Ensemble of 3 AdamW with dropout", "adamw-dropout", 3, averaged=False),
+    Group("ensemble-3-masks", "Ensemble of 3 AdamW over masks", "adamw-dropout", 3, averaged=True),
     Group("mixture-3-vario", "Mixture of 3 Vario", "vario", 3, averaged=True),
+    Group("mixture-3-vario-eigenbasis", "Mixture of 3 Vario in an eigenbasis", "vario-eigenbasis", 3, averaged=True),
     Group("mixture-3-vario-sgd", "Mixture of 3 Vario with SGD's step", "vario-sgd", 3, averaged=True),
     Group("mixture-3-floor", "Mixture of 3 Vprop with a floor", "vprop-floor", 3, averaged=True),
     Group("mixture-3-ivon", "Mixture of 3 IVON", "ivon", 3, averaged=True),

@@ -31,16 +31,17 @@ In this first table, the best is who has the smallest NLL on the test data.
 - **Settings** are chosen by the NLL (of averaged predictions, where a contender averages) on the last part of the
   training data, which tuning runs do not train on, with a seed that is not reported. Test data are not looked at.
   Every contender has a grid of one to four settings; what was chosen is in the last column, the grids with their
-  losses are in the results. In the same way it is chosen which statistics of BatchNorm draws have, their own or the
-  running ones: the first table and the plots show that kind, the tables of the tasks show both.
+  losses are in the results. Tuning runs are as long as the others, of Fashion-MNIST and books half as long. In the
+  same way it is chosen which statistics of BatchNorm draws have, their own or the running ones: the first table and
+  the plots show that kind, the tables of the tasks show both.
 - **Predictions** are made at the mean of the weights, and averaged over draws: of the posterior, of dropout masks, of
   SWAG's Gaussian. Probabilities are averaged, not logits. A draw of the weights has statistics of BatchNorm of its own,
   from 10,000 training images; rows with "running statistics" are the same draws without them. Of a network that was
   trained with dropout, "draws with masks" are draws of the weights and of masks, "no masks" the same draws without;
   where there is no such row, draws of a posterior are without masks.
 - **Ensembles and mixtures** are means of the probabilities of runs with different seeds. An ensemble's members
-  predict with their weights, a mixture's with draws from their posteriors. A group costs as many trainings as it has
-  members.
+  predict with their weights, or with dropout masks ("draws of all"), a mixture's with draws from their posteriors. A
+  group costs as many trainings as it has members.
 - **Scores.** NLL in nats. ECE in 15 bins of equal width. Brier score as a sum over classes. Outliers are told by the
   entropy of the averaged probabilities, and by the mutual information of label and weights; FPR95 is the share of
   outliers that pass when 95 % of the test data do.

@@ -9,7 +9,7 @@ from typing import Any
 from vprop.lab.deep import groups
 from vprop.lab.deep.contenders import BY_NAME, GROUPS, DeepContender, Group, Setting, taking_part
 from vprop.lab.deep.draws import UNMASKED
-from vprop.lab.deep.protocol import Bench, usual_kind
+from vprop.lab.deep.protocol import MEAN, Bench, Chosen, usual_kind
 from vprop.lab.deep.run import DeepRun, predictions_path
 from vprop.lab.deep.tasks import TUNING_SEED, DeepTask
 from vprop.lab.engine.store import Store
@@ -45,9 +45,11 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
     if not runs:
         return None
     results = [result for _, result in runs]
-    kinds = [kind for kind in results[0]["scores"] if all(kind in one["scores"] for one in results)]
+    one_network = _is_one_network(contender, setting)
+    known = [MEAN] if one_network else list(results[0]["scores"])
+    kinds = [kind for kind in known if all(kind in one["scores"] for one in results)]
     cost = _cost(task, contender, bench, store)
-    counts = results[0]["nll_by_draws"]
+    counts = {} if one_network else results[0]["nll_by_draws"]
     return {
         "name": contender.name,
         "label": contender.label,
@@ -55,7 +57,7 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
         "ours": contender.ours,
         "setting": setting,
         "tuned": choice.complete and setting == choice.setting,
-        "predicts": choice.kind if setting == choice.setting else usual_kind(contender),
+        "predicts": _predicts(contender, setting, choice),
         "grid": [
             {**one, "nll": loss} for one, loss in zip(contender.grid(task), choice.losses, strict=True)
         ],
@@ -71,11 +73,23 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
             for kind in kinds
         },
         "nll_by_draws": _over_seeds([one["nll_by_draws"] for one in results]) if counts else {},
-        "diagrams": results[0]["diagrams"],
+        "diagrams": {kind: results[0]["diagrams"][kind] for kind in kinds},
         "sigma": results[0]["sigma"],
         "cost": cost,
         "runs": results,
     }  # fmt: skip
+
+
+def _is_one_network(contender: DeepContender, setting: Setting) -> bool:
+    """Dropout that was chosen not to be used: all masks are the same, and so are all predictions."""
+    return contender.kind == "dropout" and not setting.get("dropout")
+
+
+def _predicts(contender: DeepContender, setting: Setting, choice: Chosen) -> str:
+    """The kind of predictions that the row stands for."""
+    if _is_one_network(contender, setting):
+        return MEAN
+    return choice.kind if setting == choice.setting else usual_kind(contender)
 
 
 def _cost(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -> Result | None:
@@ -114,6 +128,8 @@ def _group_row(task: DeepTask, group: Group, bench: Bench, store: Store) -> Resu
     if not contender.grid(task):
         return None
     setting, runs = shown_setting(task, contender, bench, store)
+    if group.averaged and _is_one_network(contender, setting):
+        return None
     paths = [path for run, _ in runs if (path := predictions_path(run)).is_file()]
     sets = [paths[i : i + group.members] for i in range(0, len(paths) - group.members + 1, group.members)]
     if not sets:
