@@ -42,6 +42,31 @@ def test_buffers_noise_and_priors_per_weight_travel_too(tmp_path):
     assert loaded.kl() == posterior.kl()
 
 
+def small_network():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def test_a_model_in_another_precision(tmp_path):
+    model, (x, _) = small_network(), make_batch()
+    posterior = Vprop(model.parameters(), num_data=200).posterior(model)
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "posterior.safetensors", small_network().double())
+    torch.testing.assert_close(loaded.predict(x.double()).samples, posterior.predict(x).samples.double())
+
+
+def test_a_model_on_the_meta_device(tmp_path):
+    model, (x, _) = small_network(), make_batch()
+    with torch.device("meta"):
+        empty = small_network()
+    posterior = Vprop(model.parameters(), num_data=200).posterior(model)
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "posterior.safetensors", empty)
+    assert torch.equal(loaded.predict(x).samples, posterior.predict(x).samples)
+    Vprop(model[0].parameters(), num_data=200).posterior(model).save(tmp_path / "posterior.safetensors")
+    with pytest.raises(ValueError, match=r"does not have the parameter '1\.weight', and the model has it on the meta"):
+        vprop.load_posterior(tmp_path / "posterior.safetensors", empty)
+
+
 @pytest.mark.parametrize("noise", [np.float32(0.5), np.array([0.5, 0.25, 0.125]), [0.5, 0.25, 0.125]])
 def test_noise_that_is_no_tensor_travels_too(tmp_path, noise):
     model = nn.Linear(4, 3)

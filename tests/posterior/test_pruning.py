@@ -126,6 +126,18 @@ def test_it_predicts_and_is_asked_like_any_posterior(diagonal):
     assert repr(pruned) == "PrunedPosterior(50.0% of 6 weights are zero, ess=10.0)"
 
 
+def test_a_mixture_adds_no_densities_over_different_weights(diagonal):
+    pruned, alike = diagonal.prune(0.5), diagonal.prune(0.5)
+    mixture = vprop.Mixture([pruned, diagonal])
+    draw = pruned.sample(0)
+    asked = {"log_prob": lambda: mixture.log_prob(draw), "entropy": mixture.entropy, "kl": mixture.kl}
+    for question, ask in asked.items():
+        with pytest.raises(ValueError, match=rf"{question}\(\): members 0 and 1 have other weights at zero"):
+            ask()
+    assert mixture.predict(torch.ones(4, 3), 8).probs.shape == (4, 2)
+    assert float(vprop.Mixture([pruned, alike]).log_prob(draw)) == pytest.approx(float(pruned.log_prob(draw)))
+
+
 def test_the_model_is_masked_by_torch(diagonal):
     pruned = diagonal.prune(0.5)
     model = pruned.mask_model(nn.Linear(3, 2))

@@ -54,6 +54,27 @@ def _check_same_model(first: Posterior, other: Posterior, number: int) -> None:
         )
 
 
+def check_zeros(members: Sequence[Posterior], question: str) -> None:
+    """Refuse densities over different weights: one over fewer weights has other units, and cannot be added."""
+    if not any(hasattr(member, "masks") for member in members):
+        return
+    first = _kept(members[0])
+    for number, member in enumerate(members[1:], start=1):
+        own = _kept(member)
+        if any(not torch.equal(mask, own[name].to(mask.device)) for name, mask in first.items()):
+            raise ValueError(
+                f"{question}(): members 0 and {number} have other weights at zero for certain (pruned), so that their "
+                "densities are over different weights and do not add up. Ask the members one by one, or prune all of "
+                "them alike; predictions of such a mixture are right."
+            )
+
+
+def _kept(posterior: Posterior) -> dict[str, Tensor]:
+    """Where weights are that have a density, as masks by name."""
+    masks = getattr(posterior, "masks", None)
+    return masks or {name: torch.ones_like(mean, dtype=torch.bool) for name, mean in posterior.mean.items()}
+
+
 def check_priors(members: Sequence[Posterior]) -> None:
     """Refuse a KL to several priors at once."""
     first = members[0].prior

@@ -77,8 +77,9 @@ def parts_of(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
     """A posterior that ``posterior.save`` wrote, over the parameters of ``model``.
 
-    Its tensors go to the devices of the model's parameters; the model's own weights are not changed. A file that was
-    damaged after it was written is refused (but for files of versions that wrote no checksum).
+    Its tensors go to the devices of the model's parameters; the model's own weights are not changed. Where the model is
+    on the meta device the tensors are on the CPU, and predictions are made there. A file that was damaged after it was
+    written is refused (but for files of versions that wrote no checksum).
     """
     source = path_of(path, "load_posterior(path, model)")
     check_model(model, "load_posterior(path, model)")
@@ -86,6 +87,7 @@ def load_posterior(path: str | Path, model: nn.Module) -> Posterior:
     model = unwrapped(model)
     _check_parameters(sections["mean"], dict(model.named_parameters()), source)
     _check_buffers(sections.get("buffer", {}), model, source)
+    _check_numbers(sections, model, source)
     return made_of(sections, settings, model, source)
 
 
@@ -120,11 +122,18 @@ def _scales(saved: Any, path: Path) -> Scales:
 def _to_devices(
     sections: dict[str, dict[str, Tensor]], model: nn.Module, by_name: Collection[str], other: torch.device
 ) -> None:
-    """Put the tensors of the sections ``by_name`` where those of the model with their names are, the rest together."""
-    devices = {name: tensor.device for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    """Put the tensors of the sections ``by_name`` where those of the model with their names are, the rest together.
+
+    Of a model on the meta device, which holds no numbers, they stay where they are. Buffers are not computed with as
+    weights are, but used as they are: they get the model's precision.
+    """
+    own = dict(chain(model.named_parameters(), model.named_buffers()))
     for section, tensors in sections.items():
         for name, tensor in tensors.items():
-            tensors[name] = tensor.to(devices.get(name, tensor.device) if section in by_name else other)
+            like = own.get(name, tensor)
+            device = like.device if section in by_name else other
+            real = section == "buffer" and like.is_floating_point() and tensor.is_floating_point()
+            tensors[name] = tensor.to(tensor.device if device.type == "meta" else device, like.dtype if real else None)
 
 
 def _class_of(structure: str, path: Path) -> type[Posterior]:
@@ -206,6 +215,21 @@ def _check_buffers(saved: dict[str, Tensor], model: nn.Module, path: Path) -> No
     for name, _ in model.named_buffers():
         if name not in passing and name not in saved:
             raise _other_model(path, f"the model has a buffer {name!r} of shape {shapes[name]}, the file has none")
+
+
+def _check_numbers(sections: dict[str, dict[str, Tensor]], model: nn.Module, path: Path) -> None:
+    """Refuse a model on the meta device of which the file does not have everything."""
+    for kind, section, tensors in (
+        ("parameter", "mean", model.named_parameters()),
+        ("buffer", "buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if tensor.is_meta and name not in sections.get(section, {}):
+                raise ValueError(
+                    f"{path} does not have the {kind} {name!r}, and the model has it on the meta device, without "
+                    "numbers. Give the model its own (model.to_empty(device='cpu'), then load_state_dict) before "
+                    "load_posterior."
+                )
 
 
 def _other_model(path: Path, what: str) -> ValueError:

@@ -30,6 +30,7 @@ from vprop.posterior._mixture_checks import (
     check_frozen,
     check_members,
     check_priors,
+    check_zeros,
 )
 from vprop.posterior.prior import GaussianPrior
 
@@ -43,6 +44,7 @@ class Mixture(Posterior):
     It answers what a posterior answers. Samples of a prediction are shared out among the members in proportion to the
     weights, to the nearest whole number; each member's run in its own model, with its own buffers. Members may have
     different structures; the models must be of one architecture. A mixture among the members counts as its members.
+    Members that were pruned differently predict together, but have no common density, entropy or KL.
 
     ``mean`` and ``variance`` are those of the mixture. The mean of several modes is nothing to predict with.
 
@@ -94,16 +96,20 @@ class Mixture(Posterior):
         spreads = []
         for member in self.members:
             own = member.variance
-            spreads.append({name: own[name] + (member.mean[name] - mean).square() for name, mean in self.mean.items()})
+            spreads.append(
+                {n: own[n] + (member.mean[n] - mean.to(own[n].device)).square() for n, mean in self.mean.items()}
+            )
         return _moment(spreads, self.weights)
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """log Σₖ πₖqₖ(weights)."""
+        check_zeros(self.members, "log_prob")
         logs = torch.stack([member.log_prob(dict(weights)).double().cpu() for member in self.members])
         return torch.logsumexp(logs + self._shares().log(), 0)
 
     def entropy(self) -> Tensor:
         """Σₖ πₖH(qₖ), a lower bound that is too low by H(π) ≤ log K at most; see :meth:`entropy_bounds`."""
+        check_zeros(self.members, "entropy")
         return self._weighted([member.entropy() for member in self.members])
 
     def entropy_bounds(self) -> tuple[Tensor, Tensor]:
@@ -113,6 +119,7 @@ class Mixture(Posterior):
 
     def kl(self) -> Tensor:
         """Σₖ πₖKL(qₖ‖prior), an upper bound that is too high by H(π) ≤ log K at most. So ``elbo`` is a lower bound."""
+        check_zeros(self.members, "kl")
         check_priors(self.members)
         return self._weighted([member.kl() for member in self.members])
 

@@ -25,7 +25,7 @@ class Place(NamedTuple):
     """Where inputs go before the model sees them."""
 
     device: torch.device | None
-    """``None`` if the model lies on several devices: it moves its inputs itself."""
+    """``None`` if the model lies on several devices, and moves its inputs itself, or on the meta device."""
     dtype: torch.dtype
     """Of arrays of real numbers: NumPy makes float64 of everything, and no model of float32 takes it."""
 
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     def of(cls, model: nn.Module) -> Place:
         """Where the model is, and its precision."""
         tensors = list(chain(model.parameters(), model.buffers()))
-        devices = {tensor.device for tensor in tensors}
+        devices = {tensor.device for tensor in tensors if not tensor.is_meta}  # weights are then the posterior's alone
         kinds = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
         dtype = kinds[0] if kinds else torch.get_default_dtype()
         return cls(devices.pop() if len(devices) == 1 else None, dtype)
