@@ -87,3 +87,5 @@ def test_intervals_of_several_targets():
     low, high = model.calibrate_intervals(X[100:], y[100:]).predict_interval(X[:7])
     assert low.shape == high.shape == (7, 2)
     assert ((high - low) > 0).all()
+    with pytest.raises(ValueError, match=r"y is \(2, 100\), must be a tensor of shape"):
+        model.calibrate_intervals(X[100:], y[100:].T)  # as many numbers, but not those of the rows

@@ -386,6 +386,10 @@ def test_a_failed_fit_leaves_the_model_as_it_was_or_unfitted(estimator, monkeypa
         model.fit(X, y)
     with pytest.raises(NotFittedError):
         model.predict(X)
+    monkeypatch.undo()
+    classes = {} if isinstance(estimator, BayesianMLPRegressor) else {"classes": np.unique(y)}
+    streams = [clone(model).partial_fit(X, y, **classes), model.partial_fit(X, y, **classes)]
+    np.testing.assert_array_equal(answers(streams[0], X), answers(streams[1], X))  # nothing is left of what was cut off
 
 
 @every_classifier

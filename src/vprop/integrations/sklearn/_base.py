@@ -184,14 +184,15 @@ class BayesianMLP(SampledEstimator):
 
     def _partial_fit(self, X: np.ndarray, targets: np.ndarray, weights: np.ndarray, outputs: int) -> None:
         """One pass over further data, which the posterior then counts as seen."""
-        if not hasattr(self, "_learner"):
+        first = not hasattr(self, "posterior_")  # a training that was interrupted has left a learner without one
+        if first:
             self._take_seeds()
             self._take_scales(X, weights)
             self.loss_curve_: list[float] = []
             self.n_iter_ = 0
             self._seen = 0.0
-        rows = self._rows((X, targets, weights), self._stream_dtype())
-        if not hasattr(self, "_learner"):
+        rows = self._rows((X, targets, weights), torch.float32 if first else self._stream_dtype())
+        if first:
             self._learner = self._new_learner(outputs, rows)
         self._seen += rows.count
         self._learner.set(num_data=self._seen)
@@ -206,7 +207,7 @@ class BayesianMLP(SampledEstimator):
         self.posterior_ = self._learner.posterior()
 
     def _stream_dtype(self) -> torch.dtype:
-        return next(self._learner.network.parameters()).dtype if hasattr(self, "_learner") else torch.float32
+        return next(self._learner.network.parameters()).dtype
 
     def _batch_size(self, rows: int) -> int:
         return self._rows_in_a_batch(rows) if self.batch_size == "auto" else int(self.batch_size)

@@ -67,8 +67,8 @@ class IntervalsMixin:
             torch.as_tensor(part, dtype=torch.float64, device="cpu") for part in self.predict(X, return_std=True)
         )
         targets = torch.as_tensor(np.asarray(y, dtype=np.float64), device="cpu")
-        if targets.numel() == mean.numel():
-            targets = targets.reshape(mean.shape)  # a column for one target, as fit takes it
+        if mean.dim() == 1 and targets.shape == (len(mean), 1):
+            targets = targets[:, 0]  # a column for one target, as fit takes it
         self.conformal_intervals_ = ConformalIntervals.fit(mean, std, targets, level)
         return self
 

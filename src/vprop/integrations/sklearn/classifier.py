@@ -123,7 +123,7 @@ class BayesianMLPClassifier(ClassesMixin, ClassifierMixin, BayesianMLP):
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> BayesianMLPClassifier:
         """One pass over further rows (see Notes above); ``classes`` lists all labels, in the first call at least."""
         self._check_arguments()
-        first = not hasattr(self, "_learner")
+        first = not hasattr(self, "posterior_")
         X, y = validate_data(self, X, y, reset=first, dtype=[np.float64, np.float32])
         self._take_all_classes(classes, first)
         X, y, weights = self._checked_weights(sample_weight, X, y)

@@ -171,7 +171,7 @@ class BayesianMLPRegressor(IntervalsMixin, RegressorMixin, BayesianMLP):
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> BayesianMLPRegressor:
         """One pass over further rows, which are taken for new examples (see Notes above)."""
-        first = not hasattr(self, "_learner")
+        first = not hasattr(self, "posterior_")
         X, y, weights = self._checked(X, y, sample_weight, first)
         if first:
             self._take_target_scale(y, weights)
