@@ -230,6 +230,9 @@ def test_several_classes_and_the_automatic_prior():
     informed = BayesianLogisticRegression("auto", random_state=0).fit(X, y)
     doubtful = BayesianLogisticRegression("auto", random_state=0).fit(noise, y)
     assert informed.prior_precision_ < 1 < 3 < doubtful.prior_precision_
+    for found in (informed, doubtful):  # λ that maximizes the ELBO, D/E‖w‖²: the steps of a fit are enough
+        moment = found.posterior_.mean["weight"].square() + found.posterior_.variance["weight"]
+        assert found.prior_precision_ == pytest.approx(1 / float(moment.mean()), rel=0.1)
     trusting = BayesianLogisticRegression(random_state=0).fit(noise, y)
     spread, trusting_spread = (np.abs(m.predict_proba(noise) - 1 / 3).mean() for m in (doubtful, trusting))
     assert spread < 0.9 * trusting_spread
