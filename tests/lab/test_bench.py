@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from vprop.lab.bench import clock, contenders, limits, memory, models, peers, predict, step, tables, train
+from vprop.lab.bench import clock, commands, contenders, limits, memory, models, peers, predict, step, tables, train
 from vprop.lab.bench.contenders import Contender
 from vprop.lab.bench.errors import BenchError, Unavailable
 from vprop.lab.bench.tensors import Tensors
@@ -59,6 +59,12 @@ def result(tmp_path_factory):
     done = bench("step", *TINY, "--json", path, "--sweep", *(word for name in picked for word in ("--only", name)))
     assert done.exit_code == 0, done.output
     return json.loads(path.read_text()) | {"shown": done.output}
+
+
+@pytest.mark.parametrize("words", [["--json", "/home/me/x.json"], ["--json=/home/me/x.json"]])
+def test_a_result_does_not_say_where_it_was_written_to(words, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["vprop", "bench", "step", *words, "--short"])
+    assert commands._origin(torch.device("cpu"))["command"] == "vprop bench step --short"
 
 
 class TestStep:

@@ -85,6 +85,7 @@ class TestMessages:
             (UsageError("Wrong."), "Error: Wrong.\n"),
             (DataError("No data."), "Error: No data.\n"),
             (NotADirectoryError(20, "Not a directory", "x/y"), "Error: Cannot use x/y: Not a directory."),
+            (OSError(12, "Cannot allocate memory"), "Error: The system refused: Cannot allocate memory.\n"),
         ],
     )
     def test_errors_are_a_line_and_status_1(self, error, text, capsys):

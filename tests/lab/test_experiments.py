@@ -6,8 +6,11 @@ import importlib.util
 import json
 import math
 import shutil
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from vprop.lab.engine import pool, sources
 from vprop.lab.engine.binary import problem
 from vprop.lab.engine.grid import at_edge
 from vprop.lab.engine.store import Store, key_of, write_json
+from vprop.lab.errors import LabError
 from vprop.lab.experiments import curves, explore, filter, memory
 from vprop.lab.experiments.methods import BY_NAME, METHODS
 from vprop.lab.experiments.run import CurveRun
@@ -198,6 +202,14 @@ class TestPool:
         with pytest.raises(Exception, match="no-such-data"):
             workers.run_all("Tiny", [TINY, bad])
         assert workers.store.load(TINY.key) is not None
+
+    def test_a_worker_that_is_ended_from_outside_is_told_in_words(self, workers, monkeypatch):
+        executor = MagicMock(_processes={})
+        executor.submit.return_value = Future()
+        executor.submit.return_value.set_exception(BrokenProcessPool("a process died"))
+        monkeypatch.setattr(pool, "ProcessPoolExecutor", MagicMock(return_value=executor))
+        with pytest.raises(LabError, match=r"ended from outside.* 0 of 1 runs of «Tiny».*--workers"):
+            workers.run_all("Tiny", [TINY])
 
     def test_a_file_is_written_whole_or_not_at_all(self, tmp_path):
         write_json(tmp_path / "a.json", {"x": 1})

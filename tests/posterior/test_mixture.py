@@ -345,7 +345,7 @@ def test_refusals():
         Mixture(posteriors)
     with pytest.raises(ValueError, match="their likelihoods differ"):
         Mixture([one, gaussian(MEANS[0], STDS[0], likelihood="bernoulli")])
-    for weights in ([1.0], [0.0, 0.0], [1.0, -1.0], [math.nan, 1.0], [1e308, 1e308]):
+    for weights in ([1.0], [0.0, 0.0], [1.0, -1.0], [math.nan, 1.0], [1e308, 1e308], 3):
         with pytest.raises(ValueError, match="Invalid weights"):
             Mixture([one, one], weights)
     mixture = Mixture([one, one])

@@ -35,6 +35,8 @@ def messages(remedy: str = " Choose another place with --out.") -> Iterator[None
     except LabError as error:
         fail(str(error))
     except OSError as error:
+        if error.filename is None:  # no file is to blame: there is no memory left, or no handle
+            fail(f"The system refused: {error.strerror or error}.")
         fail(f"Cannot use {error.filename}: {error.strerror}.{remedy}")
     except Interrupted as interrupted:
         typer.echo(str(interrupted), err=True)

@@ -220,7 +220,8 @@ def _checked_weights(weights: Any, count: int) -> list[float]:
     """Weights that add up to one."""
     if weights is None:
         return [1 / count] * count
-    values = weights.tolist() if isinstance(weights, Tensor) else list(weights)
+    values = weights.tolist() if isinstance(weights, Tensor) else weights
+    values = list(values) if isinstance(values, Iterable) else []
     right = len(values) == count and all(is_finite(value) and value >= 0 for value in values)
     values = [float(value) for value in values] if right else []
     if not 0 < sum(values) < math.inf:

@@ -288,6 +288,7 @@ def _origin(place: torch.device) -> dict[str, Any]:
     if "--json" in words:  # where the file was written to is nobody's business
         place_of_path = words.index("--json")
         del words[place_of_path : place_of_path + 2]
+    words = [word for word in words if not word.startswith("--json=")]
     found = environment() | {"device": place.type, "processor": processor(), "triton": version("triton")}
     peers = {package: version(package) for package in ("ivon-opt", "pyro-ppl")}
     return {"command": shlex.join(["vprop", "bench", *words]), "environment": found | {"peers": peers}}

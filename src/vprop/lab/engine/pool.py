@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from vprop.lab.engine.job import Job
 from vprop.lab.engine.store import Store
-from vprop.lab.errors import Interrupted
+from vprop.lab.errors import Interrupted, LabError
 
 
 @dataclass
@@ -65,11 +66,17 @@ class Pool:
                     done[name] = future.result()
                     self.store.save(name, done[name])
                     progress.update(bar, advance=waiting[name].effort, finished=len(done))
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, BrokenProcessPool) as error:
                 stop(executor)
-                raise Interrupted(
-                    f"Interrupted. {len(done)} of {len(waiting)} runs of «{title}» were finished and are kept; the "
-                    "same command goes on from there."
+                kept = (
+                    f"{len(done)} of {len(waiting)} runs of «{title}» were finished and are kept; the same command "
+                    "goes on from there."
+                )
+                if isinstance(error, KeyboardInterrupt):
+                    raise Interrupted(f"Interrupted. {kept}") from None
+                raise LabError(
+                    f"A worker process was ended from outside, for lack of memory perhaps. {kept} Fewer --workers need "
+                    "less memory."
                 ) from None
             except BaseException:
                 stop(executor)
