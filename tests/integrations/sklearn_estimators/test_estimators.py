@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+from unittest.mock import MagicMock
 
 import joblib
 import numpy as np
@@ -182,6 +183,18 @@ def test_divergence_is_reported():
     X, y = load_iris(return_X_y=True)
     with pytest.warns(ConvergenceWarning, match="Training diverged.*Lower learning_rate_init"):
         fresh(CLASSIFIERS[0], learning_rate_init=300.0).fit(X, y)
+    with pytest.warns(ConvergenceWarning, match="Training diverged.*Lower learning_rate_init"):
+        fresh(CLASSIFIERS[0], learning_rate_init=3000.0).partial_fit(X, y, classes=[0, 1, 2])
+
+
+def test_rows_of_an_interrupted_stream_are_not_counted_twice(monkeypatch):
+    X, y = load_iris(return_X_y=True)
+    model = fresh(CLASSIFIERS[0]).partial_fit(X, y, classes=[0, 1, 2])
+    monkeypatch.setattr(model._learner, "run", MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model.partial_fit(X, y)
+    monkeypatch.undo()
+    assert model.partial_fit(X, y).posterior_.ess == 2 * len(y)
 
 
 @every_estimator

@@ -194,17 +194,20 @@ class BayesianMLP(SampledEstimator):
         rows = self._rows((X, targets, weights), torch.float32 if first else self._stream_dtype())
         if first:
             self._learner = self._new_learner(outputs, rows)
-        self._seen += rows.count
-        self._learner.set(num_data=self._seen)
+        seen = self._seen + rows.count
+        self._learner.set(num_data=seen)
         if self.optimizer == "vario":
             self._learner.set(batch_size=self._examples_in_a_batch(rows))
+        start = self._learner.loss_at_mean(rows)
         step_size = STREAMING_SHARE * self._learning_rate()
         loss = self._learner.run(rows, self._batch_size(len(rows)), self._shuffle, lambda: step_size)
+        self._seen = seen  # not before: after an interrupt the same rows may come again
         self.loss_curve_.append(loss)
         self.n_iter_ += 1
         if self.verbose:
             print(f"Iteration {self.n_iter_}, loss = {loss:.6f}")
         self.posterior_ = self._learner.posterior()
+        warn_if_diverged(start, self._learner.loss_at_mean(rows))
 
     def _stream_dtype(self) -> torch.dtype:
         return next(self._learner.network.parameters()).dtype
