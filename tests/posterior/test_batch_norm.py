@@ -127,6 +127,8 @@ def test_at_the_mean_they_are_written_into_the_model():
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=r"batch_norm=: the model .* cannot be called with .* of shape \(20, 2\)"):
         set_batch_norm(model, iter([batches[0], batches[1][:, :2]]))
+    with pytest.raises(TypeError, match=r"set_batch_norm\(model, data\): got Tensor"):
+        set_batch_norm(batches[0], batches[0])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -140,6 +140,8 @@ def test_a_mixture_adds_no_densities_over_different_weights(diagonal):
 
 def test_the_model_is_masked_by_torch(diagonal):
     pruned = diagonal.prune(0.5)
+    with pytest.raises(ValueError, match="is on the meta device, which holds no numbers"):
+        pruned.mask_model(nn.Linear(3, 2, device="meta"))
     model = pruned.mask_model(nn.Linear(3, 2))
     torch.testing.assert_close(model.weight, pruned.mean["weight"])
     with torch.no_grad():

@@ -70,6 +70,11 @@ class PrunedPosterior(Posterior):
 
         model = copy.deepcopy(self.model) if model is None else model
         parameters = dict(model.named_parameters())
+        if any(parameter.is_meta for parameter in parameters.values()):
+            raise ValueError(
+                "mask_model(): the model is on the meta device, which holds no numbers. Pass one that does: "
+                "posterior.mask_model(model)."
+            )
         with torch.no_grad():
             for name, value in (self.constants | self.mean).items():
                 parameters[name].copy_(value)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vprop.checks import check_model
 from vprop.objective import model_arguments
 from vprop.posterior.predictive.dropout import DrawMasks, dropping
 from vprop.posterior.predictive.functions import told_with_input
@@ -43,6 +44,7 @@ def set_batch_norm(model: nn.Module, data: Any) -> None:
     >>> bool(torch.allclose(model[1].running_mean, model[0](torch.tensor([[9.0, 10.0]]))))
     True
     """
+    check_model(model, "set_batch_norm(model, data)")
     own = unwrapped(model)
     require_batch_norm(own)
     estimate(own, TrainingInputs(data).on(own))
