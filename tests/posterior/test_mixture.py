@@ -293,6 +293,9 @@ def test_training_refusals():
         train(loss_fn=nn.MSELoss)
     with pytest.raises(ValueError, match=r"GaussianLikelihood has parameters to be learned, \['log_noise_variance'\]"):
         train(loss_fn=vprop.GaussianLikelihood(0.3))
+    same = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="it returned the same model twice"):
+        vprop.train_mixture(lambda: same, make_optimizer, (batch,), F.mse_loss)
     assert train(loss_fn=vprop.GaussianLikelihood(0.3, learnable=False)).noise_variance == pytest.approx(0.3)
 
 

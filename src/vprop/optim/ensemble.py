@@ -13,7 +13,7 @@ from vprop.checks import check_loss, check_seed, invalid, is_number
 from vprop.likelihood import LikelihoodLike, likelihood_of
 from vprop.objective import LossFunction, Objective
 from vprop.optim.optimizer import VariationalOptimizer
-from vprop.posterior import Mixture
+from vprop.posterior import Mixture, Posterior
 
 
 def train_mixture(
@@ -58,11 +58,16 @@ def train_mixture(
         if not is_number(value, whole=True) or value < 1:
             raise invalid(name, value, "an integer >= 1", "4 members are a usual ensemble.")
     _refuse_parameters(loss_fn)
-    posteriors = []
+    posteriors: list[Posterior] = []
     for number in range(check_seed(seed), seed + members):
         with torch.random.fork_rng():
             torch.manual_seed(number)
             model = make_model()
+            if any(model is posterior.model for posterior in posteriors):
+                raise ValueError(
+                    "train_mixture(make_model, ...): it returned the same model twice, must return a new one each "
+                    "time: members would be one network, trained on and on. Pass e.g. lambda: MyModel()."
+                )
             optimizer = make_optimizer(model, number)
             scheduler = None if make_scheduler is None else make_scheduler(optimizer)
             own_loss = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may have a state
