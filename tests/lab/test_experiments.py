@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import shutil
+import signal
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -202,6 +203,16 @@ class TestPool:
         with pytest.raises(Exception, match="no-such-data"):
             workers.run_all("Tiny", [TINY, bad])
         assert workers.store.load(TINY.key) is not None
+
+    @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="only POSIX systems block signals")
+    def test_a_worker_starts_deaf_to_interrupts(self):
+        def blocked():
+            return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+        executor = MagicMock()
+        executor.submit.side_effect = lambda work: blocked()
+        assert pool.submit(executor, TINY) is True
+        assert not blocked()
 
     def test_a_worker_that_is_ended_from_outside_is_told_in_words(self, workers, monkeypatch):
         executor = MagicMock(_processes={})

@@ -13,7 +13,7 @@ from typing import Any
 
 from vprop.lab.deep.run import OutOfTime
 from vprop.lab.engine.job import Job
-from vprop.lab.engine.pool import Pool, leave_interrupts_to_the_parent, stop
+from vprop.lab.engine.pool import Pool, leave_interrupts_to_the_parent, stop, submit
 from vprop.lab.errors import Interrupted
 
 Results = dict[str, dict[str, Any]]
@@ -80,7 +80,7 @@ class TimedPool(Pool):
                 while queue and len(running) < self.workers:
                     key = queue.pop(0)
                     if self._has_time:
-                        running[executor.submit(waiting[key].execute)] = key
+                        running[submit(executor, waiting[key])] = key
                     else:
                         yield key, None
                 for future in wait(running, return_when=FIRST_COMPLETED).done:

@@ -9,9 +9,10 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 from rich.console import Console
@@ -60,7 +61,7 @@ class Pool:
             total = sum(job.effort for job in waiting.values())
             bar = progress.add_task(title, total=total, finished=0, all=len(waiting))
             try:
-                futures = {executor.submit(waiting[name].execute): name for name in order}
+                futures = {submit(executor, waiting[name]): name for name in order}
                 for future in as_completed(futures):
                     name = futures[future]
                     done[name] = future.result()
@@ -95,6 +96,22 @@ def _progress(console: Console) -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=console, speed_estimate_period=600)
+
+
+def submit(executor: ProcessPoolExecutor, job: Job) -> Future[dict[str, Any]]:
+    """Hand a job to the workers, one of which may be started for it.
+
+    A process has the blocked signals of the one that starts it. So an interrupt does not reach a worker that is still
+    importing, which would show a traceback, and the parent gets it right after.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        return executor.submit(job.execute)
+    resource_tracker.ensure_running()  # a process beside the workers; its start would let interrupts through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return executor.submit(job.execute)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def stop(executor: ProcessPoolExecutor) -> None:
