@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
+import io
 import os
 import struct
 import subprocess
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from vprop.lab import data
-from vprop.lab.cli import app
+from vprop.lab.cli import app, main
 from vprop.lab.data import DataError, DataFile, DataNotFound, Spec, WrongChecksum
 from vprop.lab.data import download as download_module
 from vprop.lab.data.idx import parse_idx
@@ -595,6 +596,15 @@ def test_a_wrong_data_dir_is_one_line(command, tmp_path):
         f"Error: data_dir={str(tmp_path / 'missing')!r} does not exist. "
         "Give --data-dir an existing folder, or leave it out.\n"
     )
+
+
+def test_a_terminal_without_the_signs_gets_question_marks(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    monkeypatch.setattr("sys.argv", ["vprop", "data", "list"])
+    with pytest.raises(SystemExit):
+        main()
+    assert b"28?28" in written.getvalue()
 
 
 def test_the_command_line_starts_without_the_heavy_packages():

@@ -194,6 +194,8 @@ class TestPool:
     def test_a_damaged_file_is_run_again(self, workers):
         key, first = TINY.key, TINY.execute()
         workers.store.save(key, first)
+        (workers.store.folder / f"{key}.json").write_bytes(b"\xff\xfe")
+        assert workers.store.load(key) is None
         (workers.store.folder / f"{key}.json").write_text('{"half": ')
         again = workers.run_all("Tiny", [TINY])[key]
         assert again["elbo"] == first["elbo"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +62,8 @@ def version() -> None:
 
 def main() -> None:
     """Entry point."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a question mark where the encoding has no sign, rather than an end
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except KeyboardInterrupt:

@@ -44,8 +44,8 @@ class Store:
     def load(self, key: str) -> dict[str, Any] | None:
         """What was stored under ``key``; ``None`` if nothing was, or if the file is damaged."""
         try:
-            return json.loads(self._path(key).read_text())
-        except (OSError, json.JSONDecodeError):
+            return json.loads(self._path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # no JSON, or not even text
             return None
 
     def save(self, key: str, result: dict[str, Any]) -> None:
