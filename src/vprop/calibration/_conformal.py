@@ -37,6 +37,9 @@ def conformal_quantile(scores: Tensor, level: float, where: str) -> Tensor:
             f"{count / (count + 1):.3g} or less."
         )
     if bool(torch.isnan(scores).any()):
-        raise ValueError(f"{where}: there are NaN among the scores. They come from a model that has diverged.")
+        raise ValueError(
+            f"{where}: there are NaN among the scores. They come from targets that are NaN, or from a model that "
+            "has diverged."
+        )
     rank = math.ceil((count + 1) * level - 1e-9)  # 10·0.9 is 9, but for rounding
     return scores.sort(0).values[rank - 1]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy.stats import beta, binom
@@ -84,7 +86,9 @@ def test_intervals_of_several_targets():
     X = np.random.RandomState(0).standard_normal((200, 3))
     y = X[:, :2] * [1, 100]
     model = BayesianMLPRegressor(max_iter=5, n_members=1, noise_folds=0, random_state=0).fit(X[:100], y[:100])
-    low, high = model.calibrate_intervals(X[100:], y[100:]).predict_interval(X[:7])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        low, high = model.calibrate_intervals(X[100:], pd.DataFrame(y[100:])).predict_interval(X[:7])
     assert low.shape == high.shape == (7, 2)
     assert ((high - low) > 0).all()
     with pytest.raises(ValueError, match=r"y is \(2, 100\), must be a tensor of shape"):

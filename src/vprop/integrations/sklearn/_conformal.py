@@ -66,7 +66,7 @@ class IntervalsMixin:
         mean, std = (
             torch.as_tensor(part, dtype=torch.float64, device="cpu") for part in self.predict(X, return_std=True)
         )
-        targets = torch.as_tensor(np.asarray(y, dtype=np.float64), device="cpu")
+        targets = torch.tensor(np.asarray(y, dtype=np.float64), device="cpu")  # a copy: pandas lends none to write to
         if mean.dim() == 1 and targets.shape == (len(mean), 1):
             targets = targets[:, 0]  # a column for one target, as fit takes it
         self.conformal_intervals_ = ConformalIntervals.fit(mean, std, targets, level)
