@@ -19,8 +19,13 @@ def needs_master_copy(parameter: Tensor) -> bool:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A tensor as it is; a number or an array as a tensor on the CPU, whatever torch's default device is."""
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    """A tensor as it is; a number or an array as a tensor on the CPU, whatever torch's default device is.
+
+    Arrays are copied: they may be read-only or run backwards, and a data frame has to be made one first.
+    """
+    if isinstance(value, Tensor):
+        return value
+    return torch.as_tensor(value.__array__().copy() if hasattr(value, "__array__") else value, device="cpu")
 
 
 def widest(tensor: Tensor) -> Tensor:

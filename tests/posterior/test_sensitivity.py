@@ -148,6 +148,8 @@ def test_loaders_tensors_arrays_and_objectives(classifier):
     assert_same(posterior.sensitivity(DataLoader(TensorDataset(x, y), batch_size=7)), whole, **close)
     assert_same(posterior.sensitivity([(x[:3], y[:3]), (x[3:], y[3:])]), whole, **close)
     assert_same(posterior.sensitivity((x.numpy().astype(np.float64), y.numpy())), whole, **close)
+    backwards = (x.flip(0).numpy()[::-1], y.flip(0).numpy()[::-1])  # arrays that torch takes no view of
+    assert_same(posterior.sensitivity(backwards), whole, **close)
     assert_same(posterior.sensitivity((x, y), chunk_size=1), whole, **close)
     objective = vprop.Objective(posterior.model, F.cross_entropy, x, y)
     assert_same(posterior.sensitivity(objective), whole, **close)

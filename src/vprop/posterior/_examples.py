@@ -35,6 +35,7 @@ from vprop.posterior._example_checks import (
     refuse_sum,
 )
 from vprop.posterior.predictive.inputs import copied
+from vprop.precision import as_tensor
 from vprop.replica import evaluating_replicas
 from vprop.wrappers import refuse_sharded
 
@@ -208,7 +209,7 @@ class ExampleReader:
 
         def move(leaf: Any) -> Any:
             if _is_array(leaf) and not isinstance(leaf, Tensor):
-                leaf = torch.as_tensor(leaf, device="cpu")
+                leaf = as_tensor(leaf)
                 leaf = leaf.to(like.dtype) if leaf.is_floating_point() else leaf
             return leaf.to(like.device) if isinstance(leaf, Tensor) else leaf
 
