@@ -387,8 +387,10 @@ def test_a_failed_fit_leaves_the_model_as_it_was_or_unfitted(estimator, monkeypa
     X, y = (part[::5] for part in data_for(estimator))
     model = fresh(estimator, max_iter=1, n_posterior_samples=2).fit(X, y)
     before = answers(model, X)
+    targets = np.column_stack([y, y]) if isinstance(estimator, BayesianMLPRegressor) else y
     with pytest.raises(ValueError, match="zero"):
-        model.fit(X, y, sample_weight=np.zeros(len(y)))
+        model.fit(X, targets, sample_weight=np.zeros(len(y)))
+    assert model.predict(X).shape == y.shape
     assert np.array_equal(answers(model, X), before)
 
     def interrupt(*_):

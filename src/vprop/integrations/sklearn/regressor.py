@@ -242,10 +242,10 @@ class BayesianMLPRegressor(IntervalsMixin, RegressorMixin, BayesianMLP):
         X, y = validate_data(self, X, y, reset=first, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
-        columns = y.reshape(len(y), -1).astype(np.float64)
-        if first:
+        checked = self._checked_weights(sample_weight, X, y.reshape(len(y), -1).astype(np.float64))
+        if first:  # now that nothing is refused any more: an earlier fit keeps the shape of its answers
             self._one_dimensional = y.ndim == 1
-        return self._checked_weights(sample_weight, X, columns)
+        return checked
 
     def _take_target_scale(self, y: np.ndarray, weights: np.ndarray) -> None:
         self._targets = Standardization.of(y, weights) if self.standardize else Standardization.none(y.shape[1])
