@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from vprop.calibration._conformal import conformal_quantile
+from vprop.calibration._conformal import ROUNDING, conformal_quantile
 from vprop.calibration._held_out import check_kind, held_out_batches, held_out_predictions
 from vprop.metrics._arguments import check_level
 from vprop.posterior import Posterior
@@ -30,8 +31,8 @@ class ConformalIntervals:
     >>> float(intervals.threshold)
     6.0
     >>> low, high = intervals.of(mean[:2], std[:2])
-    >>> low.tolist(), high.tolist()
-    ([-6.0, -12.0], [6.0, 12.0])
+    >>> [round(end, 3) for end in (*low.tolist(), *high.tolist())]
+    [-6.0, -12.0, 6.0, 12.0]
     """
 
     level: float
@@ -56,9 +57,11 @@ class ConformalIntervals:
         return cls(level, threshold, len(scores))
 
     def of(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Both ends of the intervals."""
-        half = (self.threshold.to(std.device) * _positive(std)).to(mean.dtype)
-        return mean - half, mean + half
+        """Both ends of the intervals, further out by what rounding may take from a target that lies on one."""
+        wide, dtype = mean.double(), mean.dtype if mean.is_floating_point() else torch.float64
+        half = self.threshold.to(std.device) * _positive(std) * (1 + ROUNDING)
+        half = half + 8 * torch.finfo(dtype).eps * (wide.abs() + half)
+        return (wide - half).to(dtype), (wide + half).to(dtype)
 
     def predict(self, x: Any) -> tuple[Tensor, Tensor]:
         """Both ends of the intervals for ``x``, with the posterior and as many samples as in the calibration."""

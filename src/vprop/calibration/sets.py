@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vprop.calibration._conformal import conformal_quantile
+from vprop.calibration._conformal import ROUNDING, conformal_quantile
 from vprop.calibration._held_out import check_kind, held_out_batches, held_out_predictions
 from vprop.checks import check_flag, check_seed
 from vprop.metrics._arguments import check_level
@@ -78,7 +78,7 @@ class ConformalSets:
         wide = probabilities(probs, rows=True)
         flat = wide.reshape(-1, wide.shape[-1])
         shares = _shares(flat, self.randomized, self.seed if seed is None else check_seed(seed))
-        return (_scores(flat, shares) <= self.threshold).reshape(wide.shape)
+        return (_scores(flat, shares) <= _with_rounding(self.threshold)).reshape(wide.shape)
 
     def predict(self, x: Any, *, seed: int | None = None) -> Tensor:
         """The sets for ``x``, with the posterior and as many samples as in the calibration."""
@@ -155,6 +155,15 @@ def _scores(probs: Tensor, shares: Tensor | None) -> Tensor:
     if shares is not None:
         before = before + shares[:, None] * ordered
     return torch.empty_like(before).scatter_(-1, order, before)
+
+
+def _with_rounding(threshold: float) -> float:
+    """The threshold and what roundings of a logit, and of a number below 1, do to a sum of probabilities there.
+
+    By a change d of logits a sum S of some probabilities changes by S(1−S)·d at most: near 1 that is little, where the
+    scores of a model which is very sure are close together.
+    """
+    return threshold + ROUNDING * max(0.0, threshold * (1 - threshold)) + 2 * torch.finfo(torch.float32).eps
 
 
 def _shares(probs: Tensor, randomized: bool, seed: int) -> Tensor | None:
