@@ -18,6 +18,7 @@ from vprop.checks import check_loss, check_model, invalid, is_finite, is_number,
 from vprop.objective import LossFunction, Objective
 from vprop.parallel.ranks import average_over_ranks
 from vprop.parallel.sharding import is_sharded
+from vprop.posterior.predictive.inputs import copied
 
 if TYPE_CHECKING:
     from vprop.optim import VariationalOptimizer
@@ -162,7 +163,7 @@ def _trial(
         x, y = batch
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             _set_lr(group, rate * 0.5 * (1 + math.cos(math.pi * i / len(batches))))
-        objective = Objective(model, loss_fn, x, y)
+        objective = Objective(model, loss_fn, copied(x), y)  # a model may write into it, and the next trial has it too
         loss = _over_ranks(float(optimizer.step(objective)), objective)
         if loss is None:
             continue
@@ -199,16 +200,20 @@ def _as_it_was(
     optimizer: VariationalOptimizer, model: nn.Module, loss_fn: LossFunction
 ) -> Iterator[Callable[[], None]]:
     """Gives a function that puts model and optimizer back to the start; at the end everything is as it was."""
-    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]  # a loss may have weights to train, too
+    weights = [copy.deepcopy(module.state_dict()) for module in modules]
+    state = copy.deepcopy(optimizer.state_dict())
     rates = [(group["lr"], float(group["lr"])) for group in optimizer.param_groups]
-    learned = [*model.parameters(), *(loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ())]
+    learned = [p for module in modules for p in module.parameters()]
     grads = [(p, None if p.grad is None else p.grad.clone()) for p in learned]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # a state_dict has not all of them
+    # A state_dict has not all of them.
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     seed = torch.random.get_rng_state()
 
     def put_back() -> None:
-        model.load_state_dict(weights)
+        for module, own in zip(modules, weights, strict=True):
+            module.load_state_dict(own)
         with torch.no_grad():
             for buffer, old in buffers:
                 buffer.copy_(old)
