@@ -212,6 +212,23 @@ def test_several_outputs_each_have_their_threshold():
     torch.testing.assert_close(high - low, 2 * intervals.threshold[None].float(), rtol=2e-5, atol=0)
 
 
+def test_what_would_be_broadcast_is_refused():
+    intervals = ConformalIntervals(0.9, torch.tensor(1.0), 10)
+    assert intervals.of(torch.zeros(3), torch.tensor(1.0))[0].shape == (3,)
+    for mean, std in ((torch.zeros(3, 1), torch.ones(3)), ([0.0], [1.0])):
+        with pytest.raises(ValueError, match="the same for mean, std and y"):
+            intervals.of(mean, std)
+    with pytest.raises(ValueError, match=r"must be \(n, 2\) as in the calibration"):
+        ConformalIntervals(0.9, torch.ones(2), 10).of(torch.zeros(2), torch.ones(2))
+
+
+def test_sets_of_no_inputs_and_of_lists():
+    sets = ConformalSets(0.9, 0.5, 10)
+    assert sets.of(torch.zeros(0, 3)).shape == (0, 3)
+    with pytest.raises(ValueError, match="is a list, must be"):
+        sets.of([[0.5, 0.5]])
+
+
 # -- ties with the threshold --------------------------------------------------------------------------------------
 
 

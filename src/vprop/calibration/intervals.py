@@ -58,6 +58,14 @@ class ConformalIntervals:
 
     def of(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         """Both ends of the intervals, further out by what rounding may take from a target that lies on one."""
+        one_for_all = isinstance(std, Tensor) and isinstance(mean, Tensor) and std.dim() == 0
+        _check_shapes(mean, std.expand(mean.shape) if one_for_all else std)
+        if self.threshold.dim() and self.threshold.shape != mean.shape[1:]:
+            shape = ", ".join(["n", *map(str, self.threshold.shape)])
+            raise ValueError(
+                f"conformal_intervals: mean has shape {tuple(mean.shape)}, must be ({shape}) as in the calibration. "
+                "Reshape it."
+            )
         wide, dtype = mean.double(), mean.dtype if mean.is_floating_point() else torch.float64
         half = self.threshold.to(std.device) * _positive(std) * (1 + ROUNDING)
         half = half + 8 * torch.finfo(dtype).eps * (wide.abs() + half)
@@ -112,8 +120,9 @@ def conformal_intervals(
     return ConformalIntervals(level, fitted.threshold, fitted.examples, posterior, num_samples, seed, **how)
 
 
-def _check_shapes(mean: Tensor, std: Tensor, y: Tensor) -> None:
-    for name, value in (("mean", mean), ("std", std), ("y", y)):
+def _check_shapes(mean: Tensor, *others: Tensor) -> None:
+    """Refuse what would be broadcast: (n, 1) beside (n,) are n² intervals."""
+    for name, value in zip(("mean", "std", "y"), (mean, *others), strict=False):
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != mean.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(

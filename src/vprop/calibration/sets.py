@@ -13,7 +13,7 @@ from torch import Tensor
 from vprop.calibration._conformal import ROUNDING, conformal_quantile
 from vprop.calibration._held_out import check_kind, held_out_batches, held_out_predictions
 from vprop.checks import check_flag, check_seed
-from vprop.metrics._arguments import check_level
+from vprop.metrics._arguments import check_level, check_tensor
 from vprop.metrics._labelled import labelled, probabilities
 from vprop.posterior import Posterior
 from vprop.posterior.predictive.batch_norm import training_inputs
@@ -75,7 +75,9 @@ class ConformalSets:
 
         ``seed`` is that of the random shares, if there are any; by default that of the calibration.
         """
-        wide = probabilities(probs, rows=True)
+        if isinstance(probs, Tensor) and probs.numel() == 0:
+            return torch.zeros_like(probs, dtype=torch.bool)
+        wide = probabilities(check_tensor("probs", probs), rows=True)
         flat = wide.reshape(-1, wide.shape[-1])
         shares = _shares(flat, self.randomized, self.seed if seed is None else check_seed(seed))
         return (_scores(flat, shares) <= _with_rounding(self.threshold)).reshape(wide.shape)
