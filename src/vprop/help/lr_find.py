@@ -18,7 +18,6 @@ from vprop.checks import check_loss, check_model, invalid, is_finite, is_number,
 from vprop.objective import LossFunction, Objective
 from vprop.parallel.ranks import average_over_ranks
 from vprop.parallel.sharding import is_sharded
-from vprop.posterior.predictive.inputs import copied
 
 if TYPE_CHECKING:
     from vprop.optim import VariationalOptimizer
@@ -163,7 +162,7 @@ def _trial(
         x, y = batch
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             _set_lr(group, rate * 0.5 * (1 + math.cos(math.pi * i / len(batches))))
-        objective = Objective(model, loss_fn, copied(x), y)  # a model may write into it, and the next trial has it too
+        objective = Objective(model, loss_fn, x, y)
         loss = _over_ranks(float(optimizer.step(objective)), objective)
         if loss is None:
             continue

@@ -16,7 +16,6 @@ from vprop.checks import shown
 from vprop.likelihood.terms import LossCall, LossWatch
 from vprop.objective import Objective, batch_size_of, call_model
 from vprop.posterior import Posterior
-from vprop.posterior.predictive.inputs import copied
 from vprop.replica import evaluating_replicas
 from vprop.wrappers import refuse_sharded
 
@@ -69,7 +68,7 @@ def compare_losses(posterior: Posterior, objectives: Iterable[Objective]) -> Los
         counted = 0.0
         for i, model in enumerate(models):
             with LossWatch() as watch:
-                loss = objective.loss_fn(call_model(model, copied(objective.x)), objective.y)
+                loss = objective.loss_fn(call_model(model, objective.x), objective.y)
             call = watch.call_of(loss)
             is_sum = is_sum or (watch.is_sum(loss) and batch_size_of(objective.y) > 1)
             if call is not None and call.reduction == "mean" and not call.was_changed:
