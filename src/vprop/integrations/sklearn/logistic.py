@@ -169,7 +169,11 @@ class BayesianLogisticRegression(ClassesMixin, ClassifierMixin, SampledEstimator
                 p.copy_(torch.zeros_like(p) if earlier is None else earlier.mean[name])
         size = sum(p.numel() for p in model.parameters())
         full = self.covariance == "full" or (self.covariance == "auto" and size <= LARGEST_FULL)
-        precision = AutoPrior() if self.prior_precision == "auto" else float(self.prior_precision)
+        precision: AutoPrior | float
+        if self.prior_precision == "auto":  # the few steps of a fit must be enough for it
+            precision = AutoPrior(every=1, warmup=min(20, self.max_iter // 5))
+        else:
+            precision = float(self.prior_precision)
         groups, prior = make_prior(model, precision, earlier)
         return LinearLearner.make(model, groups, prior, full, rows.count, self._noise_seed)
 
