@@ -34,7 +34,6 @@ from vprop.posterior._example_checks import (
     no_examples,
     refuse_sum,
 )
-from vprop.posterior.predictive.inputs import copied
 from vprop.replica import evaluating_replicas
 from vprop.wrappers import refuse_sharded
 
@@ -164,7 +163,7 @@ class ExampleReader:
     def _raw_output(self, x: Any, weights: dict[str, Tensor] | None = None) -> Any:
         own = self._mean if weights is None else weights
         (replica,) = evaluating_replicas(self._posterior.model, self._posterior._fixed(), [own])
-        return call_model(replica, copied(x))
+        return call_model(replica, x)
 
     def _output(self, x: Any, weights: dict[str, Tensor] | None = None) -> Any:
         with torch.no_grad() if weights is None else torch.enable_grad():
