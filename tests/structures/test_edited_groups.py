@@ -198,3 +198,21 @@ def test_a_momentum_that_is_switched_off_leaves_the_loops_the_same_bit_for_bit()
             train(None, loop, model=model, optimizer=optimizer, steps=3)
         runs.append((model, optimizer))
     assert_same_run(*runs)
+
+
+class Incomparable:
+    def __eq__(self, other):
+        raise KeyError("==")
+
+
+def test_a_group_that_cannot_even_be_checked_is_not_added():
+    model = make_model()
+    optimizer = vprop.Vprop(model[0].parameters(), **ARGUMENTS)
+    with pytest.raises(KeyError):
+        optimizer.add_param_group({"params": model[2].parameters(), "noise": Incomparable()})
+    with pytest.raises(ValueError, match=r"Invalid foreach=tensor\(.*\): must be None, True or False"):
+        optimizer.add_param_group({"params": model[2].parameters(), "foreach": torch.ones(2)})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": model[2].parameters()})
+    optimizer.step(closure_of(model, optimizer))
+    assert counts(model, optimizer) == [1, 1, 1, 1]

@@ -106,10 +106,8 @@ class TrainingLoops(Optimizer):
             else:
                 steps, structure = self._prepare(), self._structure  # which the groups may have changed
                 structure.examples = None
-                if structure.needs_objective:
-                    refusals.require_objective(type(self).__name__)
-                if structure.asks_objective:
-                    structure.require_batch_sizes()
+                if structure.needs_objective or structure.asks_objective:
+                    self._require_no_objective()
                 if sampling.drawn_samples < steps[0].samples:
                     refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._loop.attached)
             if self._resolution.several_ranks:
@@ -130,6 +128,16 @@ class TrainingLoops(Optimizer):
         if structure.unusable:
             structure.report_unusable(deferred=False)
         return loss
+
+    def _require_no_objective(self) -> None:
+        """Refuse a step that gradients alone are not enough for. Its samples go, so that an edit of a group counts."""
+        try:
+            if self._structure.needs_objective:
+                refusals.require_objective(type(self).__name__)
+            self._structure.require_batch_sizes()
+        except BaseException:
+            self._sampling.start_over()
+            raise
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure once per sample; returns the mean of what it returned. The last sample stays."""
