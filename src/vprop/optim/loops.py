@@ -232,11 +232,11 @@ class TrainingLoops(Optimizer):
         try:
             self._enter(sample, Holder.CALLER)
             yield
+            self._sampling.put_mean_back()
         except BaseException:
             # A sample that was not finished must not be mistaken for one that was.
             self._sampling.start_over()
             raise
-        self._sampling.put_mean_back()
         if self._sampling.held:
             self._hold_again()
 
@@ -287,8 +287,9 @@ class TrainingLoops(Optimizer):
             self._prepare()
             self._sampling.begin_evaluation(self._params)
             yield
-        finally:
             self._sampling.end_evaluation()
+        finally:
+            self._sampling.end_evaluation()  # once more, should an interrupt have come in its way
             self._sampling.end_look()
             self._hold_again()
 
