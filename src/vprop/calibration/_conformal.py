@@ -11,7 +11,7 @@ examples tell would do, only an infinite one.
 
 A score that is tied with the threshold counts as below it, and with few different inputs (features that are classes
 themselves) many are. The same input in a batch of another size has other roundings, so that the comparison must let
-:data:`ROUNDING` pass: without it the ties, and with them the coverage, would be a matter of chance.
+them pass: else the ties, and with them the coverage, would be a matter of chance.
 """
 
 from __future__ import annotations

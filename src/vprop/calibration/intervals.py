@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vprop.calibration._conformal import ROUNDING, conformal_quantile
+from vprop.calibration._conformal import conformal_quantile
 from vprop.calibration._held_out import check_kind, held_out_batches, held_out_predictions
 from vprop.metrics._arguments import check_level
 from vprop.posterior import Posterior
@@ -67,8 +67,8 @@ class ConformalIntervals:
                 "Reshape it."
             )
         wide, dtype = mean.double(), mean.dtype if mean.is_floating_point() else torch.float64
-        half = self.threshold.to(std.device) * _positive(std) * (1 + ROUNDING)
-        half = half + 8 * torch.finfo(dtype).eps * (wide.abs() + half)
+        half = self.threshold.to(std.device) * _positive(std)
+        half = half + 16 * torch.finfo(dtype).eps * (wide.abs() + half)
         return (wide - half).to(dtype), (wide + half).to(dtype)
 
     def predict(self, x: Any) -> tuple[Tensor, Tensor]:
