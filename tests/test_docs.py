@@ -125,7 +125,7 @@ def test_the_page_on_the_eigenbasis_says_what_was_measured():
         assert f"{1000 * row['seconds']:.1f} ms" in text, row["name"]
     losses = [("mean", "nll"), ("averaged", "nll")]
     of_draws = [("averaged", name) for name in ("accuracy", "nll", "ece")]
-    texts = [*rows_of_networks(losses, "gpt", "gpt-longer"), *rows_of_networks(losses, "gpt-books")]
+    texts = [*rows_of_networks(losses, "gpt", "gpt-longer"), *rows_of_networks(losses, "gpt-books", "gpt-books-longer")]
     for row in [*texts, *rows_of_networks(of_draws, "cifar10-40")]:
         assert row in text, row
 

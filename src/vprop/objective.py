@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
 
 from vprop.checks import check_loss, check_model
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
@@ -146,8 +147,8 @@ def _require_mean(loss: Any) -> None:
 
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:
-    """``model(x)``, with a tuple as positional and a dict as keyword arguments."""
-    args, kwargs = model_arguments(x)
+    """``model(x)``, with a tuple as positional and a dict as keyword arguments; x stays as it is."""
+    args, kwargs = copied(model_arguments(x))
     return model(*args, **kwargs)
 
 
@@ -166,6 +167,15 @@ def model_arguments(x: Any) -> tuple[tuple, dict[str, Any]]:
     if isinstance(x, tuple | list) and not isinstance(x, PackedSequence):
         return tuple(x), {}
     return (x,), {}
+
+
+def copied(x: Any) -> Any:
+    """The same with copies of its tensors: a model that writes into its inputs changes what the next call would see."""
+    return tree_map(
+        lambda value: value.clone() if isinstance(value, Tensor) else value,
+        x,
+        is_leaf=lambda value: isinstance(value, PackedSequence),
+    )
 
 
 def batch_size_of(y: Any) -> int:

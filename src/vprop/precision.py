@@ -28,6 +28,16 @@ def as_tensor(value: Any) -> Tensor:
     return torch.as_tensor(value.__array__().copy() if hasattr(value, "__array__") else value, device="cpu")
 
 
+def in_precision_of(value: Any, like: Tensor) -> Tensor:
+    """``value``, a tensor or a number, in the dtype and on the device of ``like``; a number keeps its digits.
+
+    torch makes float32 of a number that nobody names a dtype for, and float64 weights then have a prior of 1.70000005.
+    """
+    if isinstance(value, Tensor):
+        return value.to(like)
+    return torch.as_tensor(value, dtype=like.dtype, device="cpu").to(like.device)
+
+
 def widest(tensor: Tensor) -> Tensor:
     """In float64, where the device has it: for differences of large numbers."""
     return tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)

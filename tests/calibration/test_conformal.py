@@ -212,6 +212,45 @@ def test_several_outputs_each_have_their_threshold():
     torch.testing.assert_close(high - low, 2 * intervals.threshold[None].float())
 
 
+def test_what_would_be_broadcast_is_refused():
+    intervals = ConformalIntervals(0.9, torch.tensor(1.0), 10)
+    assert intervals.of(torch.zeros(3), torch.tensor(1.0))[0].shape == (3,)
+    for mean, std in ((torch.zeros(3, 1), torch.ones(3)), ([0.0], [1.0])):
+        with pytest.raises(ValueError, match="the same for mean, std and y"):
+            intervals.of(mean, std)
+    with pytest.raises(ValueError, match=r"must be \(n, 2\) as in the calibration"):
+        ConformalIntervals(0.9, torch.ones(2), 10).of(torch.zeros(2), torch.ones(2))
+
+
+def test_sets_of_no_inputs_and_of_lists():
+    sets = ConformalSets(0.9, 0.5, 10)
+    assert sets.of(torch.zeros(0, 3)).shape == (0, 3)
+    with pytest.raises(ValueError, match="is a list, must be"):
+        sets.of([[0.5, 0.5]])
+
+
+# -- ties with the threshold --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [-1e-7, 0.0, 1e-7])
+def test_sets_hold_a_tied_class_when_rounding_is_otherwise(change):
+    """One input, as of features that are classes: 40 % of the labels are tied with the threshold."""
+    probs = torch.tensor([0.6, 0.3, 0.1])
+    sets = ConformalSets.fit(probs.expand(50, 3), (torch.arange(50) % 5 < 2).long(), level=0.9)
+    moved = probs + change * torch.tensor([1.0, -1.0, 0.0])
+    assert sets.of(moved[None]).tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize("change", [-1e-7, 0.0, 1e-7])
+def test_intervals_hold_a_tied_target_when_rounding_is_otherwise(change):
+    mean, std = torch.tensor([-2.6768715]), torch.tensor([0.38977575])
+    y = torch.tensor([2.0, -5.0])[torch.arange(99) % 2]
+    intervals = ConformalIntervals.fit(mean.expand(99), std.expand(99), y, level=0.9)
+    low, high = intervals.of(mean * (1 - change), std * (1 + change))
+    assert float(low) <= y.min()
+    assert y.max() <= float(high)
+
+
 # -- trained posteriors ------------------------------------------------------------------------------------------
 
 

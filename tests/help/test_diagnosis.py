@@ -185,6 +185,8 @@ def test_without_an_objective_the_batches_are_not_known():
     ("loss_fn", "y", "constant"),
     [
         (F.cross_entropy, torch.tensor([0, 0, 2, -100]), math.log(3) - 2 / 3 * math.log(2)),
+        (nn.CrossEntropyLoss(torch.tensor([1.0, 1.0, 4.0])), torch.tensor([0, 0, 2, -100]), 0.6365141683),
+        (nn.CrossEntropyLoss(label_smoothing=0.3), torch.tensor([0, 0, 2, -100]), 0.9183188),
         (F.mse_loss, torch.tensor([[1.0], [2.0], [3.0], [6.0]]), 3.5),
         (lambda f, y: 0.5 * F.mse_loss(f.squeeze(-1), y), torch.tensor([1.0, 2.0, 3.0, 6.0]), 3.5),
         (F.binary_cross_entropy_with_logits, torch.tensor([[0.0], [0.0], [0.0], [1.0]]), 0.5623351446),
@@ -194,7 +196,10 @@ def test_without_an_objective_the_batches_are_not_known():
     ],
 )
 def test_the_loss_of_a_constant(loss_fn, y, constant):
-    """By hand: the entropy of the labels that count, the variance of the targets, −log N(y; ȳ, 2) in the mean."""
+    """By hand: the entropy of the labels that count, the variance of the targets, −log N(y; ȳ, 2) in the mean.
+
+    Weights of classes and smoothing change the best constant: (2, 0, 4)/6 and (1.7, 0.3, 1)/3 here.
+    """
     model = nn.Linear(2, 3 if y.dtype == torch.int64 or y.shape[1:] == (3,) else 1)
     optimizer = Vprop(model.parameters(), num_data=100)
     losses = optimizer.diagnose(Objective(model, loss_fn, torch.ones(4, 2), y)).losses
@@ -246,6 +251,13 @@ def test_a_model_at_chance_level_is_named():
     with torch.no_grad():
         model[0].weight.fill_(math.inf)
     assert "not finite" in {finding.symptom for finding in optimizer.diagnose(objective)}
+
+
+def test_a_model_that_writes_into_its_inputs_is_given_them_anew():
+    model, x = nn.Linear(2, 1), torch.ones(4, 2)
+    model.register_forward_pre_hook(lambda module, arguments: (arguments[0].mul_(2),))
+    Vprop(model.parameters(), num_data=4).diagnose(Objective(model, F.mse_loss, x, torch.zeros(4, 1)))
+    assert torch.equal(x, torch.ones(4, 2))
 
 
 def test_a_loss_that_is_not_finite_is_no_better_than_a_constant():

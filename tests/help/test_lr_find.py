@@ -171,6 +171,17 @@ def test_it_leaves_no_trace_beyond_the_optimizer():
     assert float(model.calls) == 0.0
 
 
+def test_a_loss_with_weights_and_inputs_that_are_written_into_are_put_back():
+    """A trial must not begin where the one before ended, be it by the noise or by the data."""
+    model, likelihood, x = nn.Linear(3, 1), GaussianLikelihood(0.5), torch.ones(8, 3)
+    model.register_forward_pre_hook(lambda module, arguments: (arguments[0].mul_(0.5),))
+    optimizer = Vprop([*model.parameters(), *likelihood.parameters()], num_data=8)
+    before = likelihood.log_noise_variance.item()
+    lr_find(optimizer, model, likelihood, [(x, torch.ones(8, 1))], steps=10, lrs=[0.1])
+    assert likelihood.log_noise_variance.item() == before
+    assert torch.equal(x, torch.ones(8, 3))
+
+
 @pytest.mark.parametrize("batch", [(torch.ones(2, 4), torch.zeros(2), torch.zeros(2)), torch.ones(2, 4)])
 def test_batches_that_are_no_pairs(batch):
     optimizer = Vprop((model := make_model()).parameters(), num_data=100)

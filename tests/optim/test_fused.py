@@ -16,6 +16,7 @@ from tests.table import cases
 from vprop import IVON, VON, Vprop
 from vprop.baselines import BBVI
 from vprop.kernels import cpu
+from vprop.structures.packs import Pack
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="built without compiled kernels")
 
@@ -221,6 +222,26 @@ def test_an_interrupt_leaves_the_mean(monkeypatch, where, when):
         closure_step(optimizer, model, [make_batch()])
     monkeypatch.undo()
     torch.testing.assert_close([p.detach() for p in model.parameters()], before, rtol=1e-5, atol=1e-6)
+    closure_step(optimizer, model, [make_batch()])
+
+
+def test_an_interrupt_when_the_step_was_counted_leaves_the_mean(monkeypatch):
+    """The sample in the weights is found by the number of its step."""
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100, lr=0.0)
+    closure_step(optimizer, model, [make_batch()])
+    before, count = [p.detach().clone() for p in model.parameters()], Pack.count_step
+
+    def interrupted(*arguments):
+        count(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pack, "count_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        closure_step(optimizer, model, [make_batch()])
+    monkeypatch.undo()
+    torch.testing.assert_close([p.detach() for p in model.parameters()], before, rtol=1e-5, atol=1e-6)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
     closure_step(optimizer, model, [make_batch()])
 
 

@@ -65,6 +65,22 @@ def test_sigma_is_the_standard_deviation_of_the_weights(num_data, temperature):
         torch.testing.assert_close(variance.sqrt(), torch.full_like(variance, 0.02))
 
 
+def test_groups_have_sgds_arguments_too():
+    """A head with a rate of its own, norms without decay: the groups are those that a call for each would make."""
+    layer, others = torch.nn.Linear(3, 2), {"num_data": 100, "lr": 0.1}
+    entries = [
+        {"lr": 0.01, "weight_decay": 0, "sigma": 0.02},
+        {"momentum": 0.5, "num_data": 50, "temperature": 0.1},
+    ]
+    groups = ({"params": [p], **entry} for p, entry in zip(layer.parameters(), entries, strict=True))
+    optimizer = IVON.like_sgd(groups, **others)
+    for group, entry in zip(optimizer.param_groups, entries, strict=True):
+        [alone] = IVON.like_sgd(group["params"], **(others | entry)).param_groups
+        assert group == alone
+    sigmas = [float(m.variance.sqrt().mean()) for m in optimizer.marginals()]
+    assert sigmas == pytest.approx([0.02, 0.008])
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -75,6 +91,8 @@ def test_sigma_is_the_standard_deviation_of_the_weights(num_data, temperature):
         ({"betas": (0.9, 0.999)}, TypeError, "betas: like_sgd"),
         ({"nois": 1}, TypeError, "nois"),
         ({"num_data": 0}, ValueError, "num_data"),
+        ({"lr": -1.0}, ValueError, r"lr=-1\.0: must be"),
+        ({"lr": "0.1"}, ValueError, r"lr='0\.1': must be"),
     ],
 )
 def test_what_is_refused(options, error, words):

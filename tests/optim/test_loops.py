@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.harness import LOOPS, assert_same_run, backward, make_batch, make_model, train
 from tests.table import cases
-from vprop import Objective, Vario, Vprop
+from vprop import VOGN, Objective, Vario, Vprop
 
 
 @pytest.mark.parametrize("case", cases(any_loop=True))
@@ -120,6 +120,29 @@ def test_objective_is_a_closure():
 
         reference.step(closure)
     assert_same_run((other, reference), (model, optimizer))
+
+
+class Halves(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, x):
+        return x.mul_(0.5) if self.in_place else x * 0.5
+
+
+@pytest.mark.parametrize("optimizer", [partial(Vprop, mc_samples=2), VOGN], ids=["samples", "estimator"])
+def test_a_model_that_writes_into_its_input_finds_it_as_it_was_in_every_call_of_an_objective(optimizer):
+    runs = []
+    for in_place in (True, False):
+        model = nn.Sequential(Halves(in_place), *make_model())
+        runs.append((model, optimizer(model.parameters(), num_data=100)))
+        x, y = make_batch()
+        objective = Objective(model, F.cross_entropy, x, y)
+        for _ in range(2):
+            runs[-1][1].step(objective)
+        assert torch.equal(x, make_batch()[0])
+    assert_same_run(*runs)
 
 
 def test_a_parameter_absent_from_some_samples_counts_as_zero_there():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vprop
-from tests.harness import assert_same_run, closure_step, make_batch, make_model, split
+from tests.harness import assert_same_run, closure_step, context_step, make_batch, make_model, split
 from tests.reference_networks import NaiveForNetworks
 from vprop.functional import diagonal
 from vprop.noise import Draw, normal
@@ -391,9 +391,26 @@ def test_a_riemannian_average_does_not_forget_its_start_by_an_edit_either(fused)
         loss.backward()
         return loss
 
-    with pytest.raises(ValueError, match=r"Invalid init_steps=0\.0: must be None with a riemannian average"):
+    with pytest.raises(ValueError, match=r"Invalid init_steps=0\.0: must be None with IVON's riemannian average"):
         optimizer.step(closure)
-    torch.testing.assert_close(p.detach(), torch.ones(3))
+    assert torch.equal(p.detach(), torch.ones(3))
+    optimizer.param_groups[0]["init_steps"] = None
+    optimizer.step(closure)
+    assert not torch.equal(p.detach(), torch.ones(3))
+
+
+def test_a_batch_size_that_only_an_objective_knows_can_be_edited_after_the_step_was_refused():
+    """The refused step's sample was drawn for the group as it was."""
+    model, other = make_model(), make_model()
+    optimizer = vprop.Vario(model.parameters(), num_data=20, batch_size="objective")
+    with pytest.raises(ValueError, match=r"needs step\(vprop\.Objective"):
+        context_step(optimizer, model, [make_batch()])
+    optimizer.param_groups[0]["batch_size"] = 12
+    context_step(optimizer, model, [make_batch()])
+    right = vprop.Vario(other.parameters(), num_data=20, batch_size=12)
+    context_step(right, other, [make_batch()])
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_the_first_step_of_sgds_kind_is_not_rescaled():

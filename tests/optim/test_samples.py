@@ -10,6 +10,7 @@ import torch
 from tests.harness import assert_same_run, backward, everything, make_batch, make_model, train
 from tests.table import cases
 from vprop import Vprop, noise
+from vprop.optim.sampling import Sampling
 from vprop.structures import written
 
 
@@ -123,6 +124,24 @@ def test_an_interrupt_while_a_sample_is_written_or_taken_out(monkeypatch, enteri
     with optimizer.sampled_params():
         pass
     torch.testing.assert_close(weights_of(model), before, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("train", "method"), [(True, "put_mean_back"), (False, "end_evaluation")])
+def test_an_interrupt_at_the_end_of_a_block_does_not_leave_the_sample_active(monkeypatch, train, method):
+    model = make_model()
+    optimizer = Vprop(model.parameters(), num_data=100)
+    before, calls, end = weights_of(model), [], getattr(Sampling, method)
+
+    def interrupted(sampling):
+        calls.append(sampling)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        end(sampling)
+
+    with pytest.raises(KeyboardInterrupt), optimizer.sampled_params(train=train):
+        monkeypatch.setattr(Sampling, method, interrupted)
+    torch.testing.assert_close(weights_of(model), before, rtol=1e-5, atol=1e-6)
+    optimizer.discard_samples()  # an error inside of a sample
 
 
 class TestErrorsOfUse:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.harness import make_batch, make_model, train
-from vprop import Objective, Vprop
+from vprop import VON, Objective, Vprop
 
 
 @pytest.fixture
@@ -161,3 +161,11 @@ def test_a_model_with_several_inputs():
     posterior = Vprop(model.parameters(), num_data=50).posterior(model)
     as_tuple, as_dict = posterior.predict((x, 2 * x)), posterior.predict({"left": x, "right": 2 * x})
     assert torch.equal(as_tuple.samples, as_dict.samples)
+
+
+@pytest.mark.parametrize("make", [Vprop, VON])
+def test_the_prior_of_float64_weights_keeps_its_digits(make):
+    """0.7 as a float32 number is 1.7e-8 off, which a merge of shards would count again for each of them."""
+    model = nn.Linear(2, 1).double()
+    prior = make(model.parameters(), num_data=10, prior_precision=0.7).posterior(model).prior
+    assert float(prior.precision["weight"].flatten()[0]) == 0.7

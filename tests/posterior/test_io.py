@@ -51,7 +51,8 @@ def test_a_model_in_another_precision(tmp_path):
     posterior = Vprop(model.parameters(), num_data=200).posterior(model)
     posterior.save(tmp_path / "posterior.safetensors")
     loaded = vprop.load_posterior(tmp_path / "posterior.safetensors", small_network().double())
-    torch.testing.assert_close(loaded.predict(x.double()).samples, posterior.predict(x).samples.double())
+    outputs, expected = loaded.predict(x.double()).samples, posterior.predict(x).samples.double()
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)  # as float32 rounds
 
 
 def test_a_model_on_the_meta_device(tmp_path):

@@ -50,13 +50,16 @@ def test_the_smallest_go(diagonal):
     assert diagonal.prune(0.0).sparsity == 0.0
 
 
-def test_of_each_parameter():
+def test_of_each_parameter(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     mean = {"0.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "1.weight": torch.tensor([[10.0, 20.0], [30.0, 40.0]])}
     posterior = DiagonalPosterior(model, mean, {n: torch.ones(2, 2) for n in mean}, prior(mean), ess=1.0)
     together, each = posterior.prune(0.5), posterior.prune(0.5, scope="parameter")
     assert [int(m.sum()) for m in together.masks.values()] == [0, 4]
     assert [int(m.sum()) for m in each.masks.values()] == [2, 2]
+    together.save(tmp_path / "pruned.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "pruned.safetensors", model)
+    assert together.sparsity == each.sparsity == loaded.sparsity == 0.5  # of all, though one parameter lost nothing
 
 
 def test_a_diagonal_posterior_keeps_the_others_as_they_are(diagonal):

@@ -206,8 +206,13 @@ def test_weights_of_classes_and_ignored_labels():
     counts = torch.tensor([1.0, 4.0, 1.0, 0.0, 4.0, 1.0]) / (11 / 5)  # their mean over the five is 1
     torch.testing.assert_close(weighted.weight_change.float(), counts * plain.weight_change.float())
     assert float(plain.weight_change[3]) == float(plain.loss[3]) == 0.0
-    with pytest.raises(ValueError, match="can be read only once"):
-        posterior.sensitivity(iter([(x, y)]), loss_fn=nn.CrossEntropyLoss(weight=weights))
+    one_by_one = list(zip(x.split(1), y.split(1), strict=True))  # in each batch all examples weigh the same
+    apart = posterior.sensitivity(one_by_one, loss_fn=nn.CrossEntropyLoss(weight=weights))
+    torch.testing.assert_close(apart.weight_change, weighted.weight_change)
+    assert posterior.forget(one_by_one[:2], loss_fn=nn.CrossEntropyLoss(weight=weights)).ess == pytest.approx(3)
+    for batches in ([(x, y)], one_by_one):
+        with pytest.raises(ValueError, match="can be read only once"):
+            posterior.sensitivity(iter(batches), loss_fn=nn.CrossEntropyLoss(weight=weights))
 
 
 def test_a_mean_over_several_outputs_counts_once():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import vprop
-from tests.harness import LOOPS, make_batch, make_model, train
+from tests.harness import LOOPS, assert_same_run, make_batch, make_model, train
 
 ARGUMENTS = {"lr": 0.05, "num_data": 200, "basis_every": 2, "seed": 3}
 
@@ -186,3 +186,33 @@ def test_entries_are_checked_as_in_the_constructor_before_the_step(name, value):
     assert counts(model, optimizer) == [1, 1, 1, 1]
     optimizer.param_groups[0][name] = former
     optimizer.step(closure_of(model, optimizer))
+
+
+def test_a_momentum_that_is_switched_off_leaves_the_loops_the_same_bit_for_bit():
+    runs = []
+    for loop in ("closure", "context"):
+        model = make_model()
+        optimizer = vprop.IVON(model.parameters(), lr=0.05, num_data=200, betas=(0.8, 0.99))
+        for betas in ((0.8, 0.99), (0.0, 0.9)):
+            optimizer.param_groups[0]["betas"] = betas
+            train(None, loop, model=model, optimizer=optimizer, steps=3)
+        runs.append((model, optimizer))
+    assert_same_run(*runs)
+
+
+class Incomparable:
+    def __eq__(self, other):
+        raise KeyError("==")
+
+
+def test_a_group_that_cannot_even_be_checked_is_not_added():
+    model = make_model()
+    optimizer = vprop.Vprop(model[0].parameters(), **ARGUMENTS)
+    with pytest.raises(KeyError):
+        optimizer.add_param_group({"params": model[2].parameters(), "noise": Incomparable()})
+    with pytest.raises(ValueError, match=r"Invalid foreach=tensor\(.*\): must be None, True or False"):
+        optimizer.add_param_group({"params": model[2].parameters(), "foreach": torch.ones(2)})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": model[2].parameters()})
+    optimizer.step(closure_of(model, optimizer))
+    assert counts(model, optimizer) == [1, 1, 1, 1]

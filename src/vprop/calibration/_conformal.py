@@ -8,6 +8,10 @@ only by ties), so that
 
 whatever the model and the distribution. k ≤ n takes n ≥ level/(1−level): with fewer examples no threshold that the
 examples tell would do, only an infinite one.
+
+A score that is tied with the threshold counts as below it, and with few different inputs (features that are classes
+themselves) many are. The same input in a batch of another size has other roundings, so that the comparison must let
+them pass: else the ties, and with them the coverage, would be a matter of chance.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ import math
 
 import torch
 from torch import Tensor
+
+ROUNDING = 1e-5
+"""Relative difference of two predictions for one input in float32, generously."""
 
 
 def needed_examples(level: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vprop.calibration._conformal import conformal_quantile
@@ -30,8 +31,8 @@ class ConformalIntervals:
     >>> float(intervals.threshold)
     6.0
     >>> low, high = intervals.of(mean[:2], std[:2])
-    >>> low.tolist(), high.tolist()
-    ([-6.0, -12.0], [6.0, 12.0])
+    >>> [round(end, 3) for end in (*low.tolist(), *high.tolist())]
+    [-6.0, -12.0, 6.0, 12.0]
     """
 
     level: float
@@ -56,9 +57,19 @@ class ConformalIntervals:
         return cls(level, threshold, len(scores))
 
     def of(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Both ends of the intervals."""
-        half = (self.threshold.to(std.device) * _positive(std)).to(mean.dtype)
-        return mean - half, mean + half
+        """Both ends of the intervals, further out by what rounding may take from a target that lies on one."""
+        one_for_all = isinstance(std, Tensor) and isinstance(mean, Tensor) and std.dim() == 0
+        _check_shapes(mean, std.expand(mean.shape) if one_for_all else std)
+        if self.threshold.dim() and self.threshold.shape != mean.shape[1:]:
+            shape = ", ".join(["n", *map(str, self.threshold.shape)])
+            raise ValueError(
+                f"conformal_intervals: mean has shape {tuple(mean.shape)}, must be ({shape}) as in the calibration. "
+                "Reshape it."
+            )
+        wide, dtype = mean.double(), mean.dtype if mean.is_floating_point() else torch.float64
+        half = self.threshold.to(std.device) * _positive(std)
+        half = half + 16 * torch.finfo(dtype).eps * (wide.abs() + half)
+        return (wide - half).to(dtype), (wide + half).to(dtype)
 
     def predict(self, x: Any) -> tuple[Tensor, Tensor]:
         """Both ends of the intervals for ``x``, with the posterior and as many samples as in the calibration."""
@@ -109,8 +120,9 @@ def conformal_intervals(
     return ConformalIntervals(level, fitted.threshold, fitted.examples, posterior, num_samples, seed, **how)
 
 
-def _check_shapes(mean: Tensor, std: Tensor, y: Tensor) -> None:
-    for name, value in (("mean", mean), ("std", std), ("y", y)):
+def _check_shapes(mean: Tensor, *others: Tensor) -> None:
+    """Refuse what would be broadcast: (n, 1) beside (n,) are n² intervals."""
+    for name, value in zip(("mean", "std", "y"), (mean, *others), strict=False):
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != mean.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vprop.calibration._conformal import conformal_quantile
+from vprop.calibration._conformal import ROUNDING, conformal_quantile
 from vprop.calibration._held_out import check_kind, held_out_batches, held_out_predictions
 from vprop.checks import check_flag, check_seed
-from vprop.metrics._arguments import check_level
+from vprop.metrics._arguments import check_level, check_tensor
 from vprop.metrics._labelled import labelled, probabilities
 from vprop.posterior import Posterior
 from vprop.posterior.predictive.batch_norm import training_inputs
@@ -75,10 +75,12 @@ class ConformalSets:
 
         ``seed`` is that of the random shares, if there are any; by default that of the calibration.
         """
-        wide = probabilities(probs, rows=True)
+        if isinstance(probs, Tensor) and probs.numel() == 0:
+            return torch.zeros_like(probs, dtype=torch.bool)
+        wide = probabilities(check_tensor("probs", probs), rows=True)
         flat = wide.reshape(-1, wide.shape[-1])
         shares = _shares(flat, self.randomized, self.seed if seed is None else check_seed(seed))
-        return (_scores(flat, shares) <= self.threshold).reshape(wide.shape)
+        return (_scores(flat, shares) <= _with_rounding(self.threshold)).reshape(wide.shape)
 
     def predict(self, x: Any, *, seed: int | None = None) -> Tensor:
         """The sets for ``x``, with the posterior and as many samples as in the calibration."""
@@ -155,6 +157,15 @@ def _scores(probs: Tensor, shares: Tensor | None) -> Tensor:
     if shares is not None:
         before = before + shares[:, None] * ordered
     return torch.empty_like(before).scatter_(-1, order, before)
+
+
+def _with_rounding(threshold: float) -> float:
+    """The threshold and what roundings of a logit, and of a number below 1, do to a sum of probabilities there.
+
+    By a change d of logits a sum S of some probabilities changes by S(1−S)·d at most: near 1 that is little, where the
+    scores of a model which is very sure are close together.
+    """
+    return threshold + ROUNDING * max(0.0, threshold * (1 - threshold)) + 2 * torch.finfo(torch.float32).eps
 
 
 def _shares(probs: Tensor, randomized: bool, seed: int) -> Tensor | None:

@@ -200,7 +200,7 @@ def is_solved(refresh: int) -> bool:
     """Whether the eigenvectors are computed anew in this refresh, counted from 1: 1, 2, 4, 8 and 16.
 
     Early averages change quickly, and small turns would follow them slowly. Later ones are followed by turns alone: on
-    a GPU the eigenvectors of a large network take as long as ten steps, and no step should.
+    a GPU the eigenvectors of a large network take as long as ten steps.
 
     >>> [k for k in range(1, 100) if is_solved(k)]
     [1, 2, 4, 8, 16]

@@ -199,16 +199,20 @@ def _as_it_was(
     optimizer: VariationalOptimizer, model: nn.Module, loss_fn: LossFunction
 ) -> Iterator[Callable[[], None]]:
     """Gives a function that puts model and optimizer back to the start; at the end everything is as it was."""
-    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]  # a loss may have weights to train, too
+    weights = [copy.deepcopy(module.state_dict()) for module in modules]
+    state = copy.deepcopy(optimizer.state_dict())
     rates = [(group["lr"], float(group["lr"])) for group in optimizer.param_groups]
-    learned = [*model.parameters(), *(loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ())]
+    learned = [p for module in modules for p in module.parameters()]
     grads = [(p, None if p.grad is None else p.grad.clone()) for p in learned]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # a state_dict has not all of them
+    # A state_dict has not all of them.
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     seed = torch.random.get_rng_state()
 
     def put_back() -> None:
-        model.load_state_dict(weights)
+        for module, own in zip(modules, weights, strict=True):
+            module.load_state_dict(own)
         with torch.no_grad():
             for buffer, old in buffers:
                 buffer.copy_(old)

@@ -150,7 +150,7 @@ def _loss_of(call: LossCall) -> Callable[[Tensor], Tensor]:
         if call.function is F.cross_entropy:
             classes = scores.shape[min(1, scores.dim() - 1)]
             counted = target[target != others.get("ignore_index", -100)]
-            shares = torch.bincount(counted, minlength=classes).to(scores.dtype) / max(1, len(counted))
+            shares = _shares(torch.bincount(counted, minlength=classes).to(scores.dtype), others)
             constant = shares.clamp_min(torch.finfo(scores.dtype).tiny).log().expand(len(target), classes)
         else:
             constant = target.to(scores.dtype).mean(0, keepdim=True)
@@ -160,6 +160,17 @@ def _loss_of(call: LossCall) -> Callable[[Tensor], Tensor]:
         return call.function(constant, target, **others)
 
     return loss
+
+
+def _shares(counts: Tensor, options: dict[str, Any]) -> Tensor:
+    """The probabilities with the least cross-entropy for labels of these counts n, of C classes.
+
+    With weights w of classes and smoothing ε it is Σ_c w_c((1−ε)n_c + εN/C)·(−log p_c), up to a factor.
+    """
+    smoothing, weight = options.get("label_smoothing", 0.0), options.get("weight")
+    smoothed = (1 - smoothing) * counts + smoothing * counts.mean()
+    smoothed = smoothed if weight is None else smoothed * weight.to(smoothed)
+    return smoothed / smoothed.sum().clamp_min(torch.finfo(smoothed.dtype).tiny)
 
 
 def objectives_in(given: Any) -> list[Objective]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Self, Unpack
 
 from vprop.curvature import CurvatureEstimator, Price
+from vprop.optim._arguments import checked_params
 from vprop.optim.hyperparameters import Hyperparameter, Shared, not_centered, with_hyperparameters
 from vprop.optim.hyperparameters.checks import flag, not_negative, number, positive, start_that_stays
 from vprop.optim.hyperparameters.shared import Bases
@@ -38,6 +40,10 @@ SGD_CHECKS = {
     "sigma": positive("It is the standard deviation of the weights; 0.008 is a first try."),
 }
 """Of what :meth:`IVON.like_sgd` takes in place of arguments of the class."""
+
+
+def _without(names: Collection[str], entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entries.items() if name not in names}
 
 
 def curvature_for(sigma: float, weight_decay: float, ess: float) -> float:
@@ -109,7 +115,8 @@ class IVON(VariationalOptimizer):
 
         ``sigma`` is the standard deviation of every weight at the start, and nearly so for most of a training. Good
         ones were a tenth to a fifth of the size of the weights, more with few data. ``num_data`` and further
-        arguments are those of the class.
+        arguments are those of the class. All of them can be set per group. The optimizer is then one like any other:
+        a rate that is set later, by hand or in a group that is added, is α.
 
         >>> import torch
         >>> layer = torch.nn.Linear(3, 2)
@@ -118,17 +125,34 @@ class IVON(VariationalOptimizer):
         tensor([0.0100, 0.0100])
         """
         given: dict[str, Any] = {"temperature": 1.0, **hyperparameters}
-        for name in {"betas", "hess_init", "prior_precision", "rescale_lr"} & set(given):
-            raise TypeError(f"{name}: like_sgd() sets it itself, from lr, momentum, weight_decay and sigma.")
         if "num_data" not in given:
             return cls(params, lr, **hyperparameters)  # says what is missing
-        facts = {"momentum": momentum, "weight_decay": weight_decay, "sigma": sigma, **given}
-        known = {name: cls._hyperparameters[name].check for name in ("num_data", "temperature")}
+        sgd = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "sigma": sigma}
+        usual = sgd | {name: given[name] for name in ("num_data", "temperature")}
+        arguments = given | cls._from_sgd(given | sgd)
+        if not isinstance(params, Tensor):  # which torch refuses
+            params = [
+                entry if not isinstance(entry, dict) else _without(SGD_CHECKS, entry) | cls._from_sgd(usual | entry)
+                for entry in checked_params(params, cls.__name__)
+            ]
+        return cls(params, **arguments)
+
+    @classmethod
+    def _from_sgd(cls, facts: dict[str, Any]) -> dict[str, Any]:
+        """What the arguments of :meth:`like_sgd`, or the entries of a group, are as arguments of the class."""
+        for name in {"betas", "hess_init", "prior_precision", "rescale_lr"} & set(facts):
+            raise TypeError(f"{name}: like_sgd() sets it itself, from lr, momentum, weight_decay and sigma.")
+        known = {name: cls._hyperparameters[name].check for name in ("lr", "num_data", "temperature")}
         for name, check in (known | SGD_CHECKS).items():  # before others are computed from them
             check(name, facts)
-        ess = given["num_data"] / given["temperature"]
-        given |= {"betas": (momentum, IVON_BETAS[1]), "rescale_lr": True, "prior_precision": weight_decay * ess}
-        return cls(params, lr / (1 - momentum), hess_init=curvature_for(sigma, weight_decay, ess), **given)
+        ess, momentum, decay = facts["num_data"] / facts["temperature"], facts["momentum"], facts["weight_decay"]
+        return {
+            "lr": facts["lr"] / (1 - momentum),
+            "betas": (momentum, IVON_BETAS[1]),
+            "prior_precision": decay * ess,
+            "hess_init": curvature_for(facts["sigma"], decay, ess),
+            "rescale_lr": True,
+        }
 
     def _curvature(self, group: dict[str, Any]) -> CurvatureEstimator:
         return Price()

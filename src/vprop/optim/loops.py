@@ -106,10 +106,8 @@ class TrainingLoops(Optimizer):
             else:
                 steps, structure = self._prepare(), self._structure  # which the groups may have changed
                 structure.examples = None
-                if structure.needs_objective:
-                    refusals.require_objective(type(self).__name__)
-                if structure.asks_objective:
-                    structure.require_batch_sizes()
+                if structure.needs_objective or structure.asks_objective:
+                    self._require_no_objective()
                 if sampling.drawn_samples < steps[0].samples:
                     refusals.require_samples(steps[0].samples, sampling.drawn_samples, self._loop.attached)
             if self._resolution.several_ranks:
@@ -130,6 +128,16 @@ class TrainingLoops(Optimizer):
         if structure.unusable:
             structure.report_unusable(deferred=False)
         return loss
+
+    def _require_no_objective(self) -> None:
+        """Refuse a step that gradients alone are not enough for. Its samples go, so that an edit of a group counts."""
+        try:
+            if self._structure.needs_objective:
+                refusals.require_objective(type(self).__name__)
+            self._structure.require_batch_sizes()
+        except BaseException:
+            self._sampling.start_over()
+            raise
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure once per sample; returns the mean of what it returned. The last sample stays."""
@@ -224,11 +232,11 @@ class TrainingLoops(Optimizer):
         try:
             self._enter(sample, Holder.CALLER)
             yield
+            self._sampling.put_mean_back()
         except BaseException:
             # A sample that was not finished must not be mistaken for one that was.
             self._sampling.start_over()
             raise
-        self._sampling.put_mean_back()
         if self._sampling.held:
             self._hold_again()
 
@@ -279,8 +287,9 @@ class TrainingLoops(Optimizer):
             self._prepare()
             self._sampling.begin_evaluation(self._params)
             yield
-        finally:
             self._sampling.end_evaluation()
+        finally:
+            self._sampling.end_evaluation()  # once more, should an interrupt have come in its way
             self._sampling.end_look()
             self._hold_again()
 

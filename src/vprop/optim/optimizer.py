@@ -130,7 +130,7 @@ class VariationalOptimizer(TrainingLoops):
             check_fused(group, type(self).__name__, self._structure.kernels_for(group))
             check_sample_counts(self, self.param_groups)
             self._structure.check_groups(self.param_groups, self._shared_by_groups())
-        except ValueError:
+        except BaseException:
             self.param_groups.pop()
             self._fit_structure(self.param_groups)
             raise

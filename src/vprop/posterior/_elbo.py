@@ -13,7 +13,6 @@ from torch import Tensor
 from vprop.checks import check_loss, check_num_samples, check_seed
 from vprop.likelihood.terms import LossWatch
 from vprop.objective import LossFunction, Objective, batch_size_of, call_model
-from vprop.posterior.predictive.inputs import copied
 from vprop.posterior.predictive.models import drawn_models
 from vprop.wrappers import refuse_sharded
 
@@ -99,7 +98,7 @@ def elbo_estimate(
         size, watch = 0.0, LossWatch()
         for k, model in enumerate(drawn_models(posterior, num_samples, seed)):
             with watch if k == 0 else nullcontext():
-                loss = batch_loss(call_model(model, copied(x)), y)
+                loss = batch_loss(call_model(model, x), y)
             if k == 0:
                 _require_one_number(loss)
                 size = size_of_batch(watch, loss, y)

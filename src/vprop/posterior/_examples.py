@@ -10,8 +10,8 @@ Gauss–Newton curvature JᵀΛJ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +34,14 @@ from vprop.posterior._example_checks import (
     no_examples,
     refuse_sum,
 )
-from vprop.posterior.predictive.inputs import copied
 from vprop.precision import as_tensor
 from vprop.replica import evaluating_replicas
 from vprop.wrappers import refuse_sharded
 
 if TYPE_CHECKING:
     from vprop.posterior._base import Posterior
+
+_Result = TypeVar("_Result")
 
 MOST_OUTPUTS = 64
 """Outputs of an example up to which each gets a row of its own."""
@@ -73,6 +74,10 @@ class Examples(NamedTuple):
     output_shape: tuple[int, ...]
 
 
+class _OtherWeightsError(Exception):
+    """A batch has examples whose weight in the loss is not that of the examples before."""
+
+
 class ExampleReader:
     """Reads the examples of ``data`` in chunks, at the mean of a posterior, in evaluation mode."""
 
@@ -101,11 +106,23 @@ class ExampleReader:
         self._weight_of_a_count = _weight_of_a_count(posterior, num_data, where)
         self._mean = posterior._in_model_dtypes(posterior.mean)
         self._mean_weight: float | None = None
+        self._all_weigh_alike = False
 
     # -- chunks ----------------------------------------------------------------------------------------------
 
-    def chunks(self) -> Iterator[Examples]:
-        """All examples, some at a time: memory is bounded by their rows whatever the size of a batch."""
+    def over(self, work: Callable[[Iterator[Examples]], _Result]) -> _Result:
+        """What ``work`` makes of all examples, some at a time: memory is bounded by their rows.
+
+        It begins in the belief that all examples weigh what those of the first batch do, and once more, with the mean
+        over all batches, where that turns out wrong.
+        """
+        try:
+            return work(self._chunks())
+        except _OtherWeightsError:
+            self._mean_weight, self._all_weigh_alike = self._mean_weight_of_all(), False
+            return work(self._chunks())
+
+    def _chunks(self) -> Iterator[Examples]:
         seen = 0
         for x, y, loss_fn in self._batches():
             if self._mean_weight is None:
@@ -157,6 +174,10 @@ class ExampleReader:
     def _factors(self, weights: Tensor) -> Tensor:
         """cᵢ; of a posterior whose variance was scaled by s cᵢ/s, because P/s holds that much of an example."""
         assert self._mean_weight is not None
+        apart = (weights.double() - self._mean_weight).abs() > 1e-2 * self._mean_weight  # more than bfloat16 rounds
+        if self._all_weigh_alike and bool(((weights > 0) & apart).any()):
+            self._refuse_one_reading()
+            raise _OtherWeightsError
         count = self._weight_of_a_count / self._posterior.scales.variance
         return weights.double() * (count / self._mean_weight)
 
@@ -165,7 +186,7 @@ class ExampleReader:
     def _raw_output(self, x: Any, weights: dict[str, Tensor] | None = None) -> Any:
         own = self._mean if weights is None else weights
         (replica,) = evaluating_replicas(self._posterior.model, self._posterior._fixed(), [own])
-        return call_model(replica, copied(x))
+        return call_model(replica, x)
 
     def _output(self, x: Any, weights: dict[str, Tensor] | None = None) -> Any:
         with torch.no_grad() if weights is None else torch.enable_grad():
@@ -231,17 +252,24 @@ class ExampleReader:
         return known.get(posterior.likelihood)
 
     def _mean_weight_of_data(self, x: Any, y: Any, loss_fn: LossFunction) -> float:
-        """w̄ over the examples that count: from the first batch where all have the same, else from all of them."""
+        """w̄ over the examples that count: that of the first batch if they have the same there, else that of all."""
         weights = self._loss_weights(x, y, loss_fn)
         weights = weights[weights > 0]
         if len(weights) and bool((weights == weights[0]).all()):
+            self._all_weigh_alike = True  # until another batch says otherwise
             return float(weights[0])
+        self._refuse_one_reading()
+        return self._mean_weight_of_all()
+
+    def _refuse_one_reading(self) -> None:
         if isinstance(self._data, Iterator):
             raise ValueError(
                 f"{self._where}(loader): the examples have different weights in the loss (weights of classes, targets "
                 "that are ignored), so the loader is read twice, but this one can be read only once. Pass a DataLoader "
                 "or a list of batches."
             )
+
+    def _mean_weight_of_all(self) -> float:
         total, count = 0.0, 0
         for batch in self._batches():
             weights = self._loss_weights(*batch)

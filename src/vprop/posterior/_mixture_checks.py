@@ -11,7 +11,7 @@ from torch import Tensor
 from vprop.checks import shown
 from vprop.posterior._base import Posterior
 from vprop.posterior.calibrated import Scales
-from vprop.precision import as_tensor
+from vprop.precision import in_precision_of
 
 
 def check_members(posteriors: Any) -> list[Posterior]:
@@ -147,8 +147,8 @@ def agreed_likelihood(members: Sequence[Posterior], weights: Sequence[float]) ->
     noises = [member.noise_variance for member in members]
     if all(not isinstance(noise, Tensor) and noise == noises[0] for noise in noises):
         return {"likelihood": kinds.pop(), "noise_variance": noises[0]}
-    tensors = [as_tensor(noise).double() for noise in noises]
-    device = next((noise.device for noise in noises if isinstance(noise, Tensor)), tensors[0].device)
-    mean = sum(weight * tensor.to(device) for weight, tensor in zip(weights, tensors, strict=True))
+    device = next((noise.device for noise in noises if isinstance(noise, Tensor)), "cpu")
+    wide = torch.zeros((), dtype=torch.float64, device=device)
+    mean = sum(weight * in_precision_of(noise, wide) for weight, noise in zip(weights, noises, strict=True))
     assert isinstance(mean, Tensor)
     return {"likelihood": kinds.pop(), "noise_variance": float(mean) if mean.dim() == 0 else mean}

@@ -12,13 +12,14 @@ towards that posterior. A diagonal posterior loses the diagonal of the curvature
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vprop.objective import LossFunction
-from vprop.posterior._examples import ExampleReader
+from vprop.posterior._examples import ExampleReader, Examples
 from vprop.precision import widest
 
 if TYPE_CHECKING:
@@ -30,10 +31,21 @@ def forget(posterior: Posterior, data: Any, loss_fn: LossFunction | None, **argu
     """See :meth:`vprop.Posterior.forget`."""
     reader = ExampleReader(posterior, data, loss_fn, where="forget", **arguments)
     assert posterior.ess is not None
+    curvature, gradient, removed = reader.over(lambda chunks: _contributions(posterior, chunks))
+    if removed >= posterior.ess * (1 - 1e-9):
+        raise ValueError(
+            f"forget(data): the examples count {removed:g}, which is all of the posterior's effective sample size "
+            f"{posterior.ess:g} or more. Without any data there is the prior: posterior.prior."
+        )
+    return posterior._without(curvature, gradient, posterior.ess - removed)
+
+
+def _contributions(posterior: Posterior, chunks: Iterable[Examples]) -> tuple[Tensor, Tensor, float]:
+    """Σᵢ cᵢJᵢᵀΛᵢJᵢ as the structure keeps it, Σᵢ cᵢJᵢᵀeᵢ, and what the examples count in ess."""
     curvature: Tensor | None = None
     gradient: Tensor | None = None
     removed = 0.0
-    for examples in reader.chunks():
+    for examples in chunks:
         rows = widest(examples.rows)
         values, vectors = torch.linalg.eigh(examples.curvature)
         roots = (values.clamp_min(0) * examples.factors[:, None]).sqrt()[..., None] * vectors.mT
@@ -45,12 +57,7 @@ def forget(posterior: Posterior, data: Any, loss_fn: LossFunction | None, **argu
         removed += float(examples.factors.sum()) * posterior.scales.variance
     assert curvature is not None
     assert gradient is not None
-    if removed >= posterior.ess * (1 - 1e-9):
-        raise ValueError(
-            f"forget(data): the examples count {removed:g}, which is all of the posterior's effective sample size "
-            f"{posterior.ess:g} or more. Without any data there is the prior: posterior.prior."
-        )
-    return posterior._without(curvature, gradient, posterior.ess - removed)
+    return curvature, gradient, removed
 
 
 def lost_positivity(lowest: float, where: str) -> ValueError:

@@ -14,7 +14,7 @@ from vprop.posterior import _shards
 from vprop.posterior._base import Posterior
 from vprop.posterior._shards import total, wide
 from vprop.posterior.prior import GaussianPrior
-from vprop.precision import as_tensor
+from vprop.precision import as_tensor, in_precision_of
 
 _AnyPosterior = TypeVar("_AnyPosterior", bound=Posterior)
 _CLOSE = 1e-6
@@ -162,7 +162,7 @@ def _checked_prior(first: Posterior, prior: GaussianPrior) -> GaussianPrior:
                     f"Invalid prior: its {kind} of {name!r} has shape {shape}, must be () or {tuple(own_mean.shape)}. "
                     "Give a mean and a precision for every name in posterior.mean."
                 )
-            checked[name] = as_tensor(value).detach().to(own_mean)
+            checked[name] = in_precision_of(value, own_mean).detach()
             if not bool(torch.isfinite(checked[name]).all()):
                 raise ValueError(
                     f"Invalid prior: its {kind} of {name!r} has entries that are NaN or infinite. Mend them."

@@ -41,21 +41,30 @@ class PrunedPosterior(Posterior):
     _instead = "Ask the posterior before it is pruned: posterior.{question}(...), then prune(...)."
     sections_by_parameter = ("mask",)
 
-    def __init__(self, model: nn.Module, masks: dict[str, Tensor], kept: Posterior, prior: GaussianPrior) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        masks: dict[str, Tensor],
+        kept: Posterior,
+        prior: GaussianPrior,
+        among: Collection[str] | None = None,
+    ) -> None:
         self.masks = masks
         self._kept = kept
         dtypes = {name: compute_dtype(p) for name, p in model.named_parameters() if name in masks}
         super().__init__(model, self._spread(kept.mean[KEPT], dtypes), prior, **rest_of(kept))
         self._pruned_parameters = [name for name, mask in masks.items() if not bool(mask.all())]
+        self._among = self._pruned_parameters if among is None else list(among)
+        """The parameters that weights were chosen from; one of them may have lost none."""
 
     def __repr__(self) -> str:
-        among = sum(self.masks[name].numel() for name in self._pruned_parameters)
+        among = sum(self.masks[name].numel() for name in self._among)
         return f"PrunedPosterior({self.sparsity:.1%} of {among} weights are zero, ess={self.ess})"
 
     @property
     def sparsity(self) -> float:
-        """The share of zeros in the parameters that were pruned."""
-        masks = [self.masks[name] for name in self._pruned_parameters]
+        """The share of zeros among the weights that ``prune`` chose from: its ``fraction``, to a whole number."""
+        masks = [self.masks[name] for name in self._among]
         return sum(int((~mask).sum()) for mask in masks) / max(1, sum(mask.numel() for mask in masks))
 
     def mask_model(self, model: nn.Module | None = None) -> nn.Module:
@@ -172,7 +181,7 @@ class PrunedPosterior(Posterior):
         return {"mask": self.masks, "inner": own}
 
     def _settings(self) -> dict[str, Any]:
-        return {"inner": io.parts_of(self._kept)[1]}
+        return {"inner": io.parts_of(self._kept)[1], "among": self._among}
 
     @classmethod
     def _from_sections(
@@ -185,7 +194,7 @@ class PrunedPosterior(Posterior):
     ) -> PrunedPosterior:
         kept = io.made_of(io.sections_of(sections["inner"]), rest["inner"], model)
         kept.buffers = rest["buffers"]
-        pruned = cls(model, {name: sections["mask"][name] for name in mean}, kept, prior)
+        pruned = cls(model, {name: sections["mask"][name] for name in mean}, kept, prior, rest.get("among"))
         # A calibration changes the whole alone, not the posterior of the kept weights inside.
         for name in ("ess", "temperature", "seed", "likelihood", "noise_variance", "scales"):
             setattr(pruned, name, rest.get(name, getattr(pruned, name)))
@@ -238,7 +247,7 @@ def prune(
         if threshold is not None:
             raise invalid("threshold", threshold, f"at most the largest {compared}", "Nothing would be kept.")
         raise invalid("fraction", fraction, "small enough to keep one weight", f"All {kept.numel()} would be zero.")
-    pruned = PrunedPosterior(posterior.model, masks, posterior._given_zeros(kept), posterior.prior)
+    pruned = PrunedPosterior(posterior.model, masks, posterior._given_zeros(kept), posterior.prior, list(scores))
     pruned.head, pruned.constants = posterior.head, posterior.constants
     return pruned
 

@@ -86,7 +86,7 @@ def measure(posterior: Posterior, data: Any, loss_fn: LossFunction | None, at: A
     """See :meth:`vprop.Posterior.sensitivity`."""
     reader = ExampleReader(posterior, data, loss_fn, where="sensitivity", **arguments)
     elsewhere = None if at is None else _covariance_with(posterior, reader.jacobians(at))
-    parts = [_without_each(posterior, examples, elsewhere) for examples in reader.chunks()]
+    parts = reader.over(lambda chunks: [_without_each(posterior, examples, elsewhere) for examples in chunks])
     columns: dict[str, Any] = {}
     for name in ("weight_change", "loss_change", "loss", "leverage", "prediction_change", "changes_at"):
         values = [getattr(part, name) for part in parts]

@@ -21,7 +21,7 @@ from vprop.parallel.fsdp import drop_gathered
 from vprop.parallel.ranks import OwnGradients, average_over_ranks, rank_and_count, require_averaged
 from vprop.parallel.sharding import full_tensor
 from vprop.posterior import GaussianPrior, Posterior
-from vprop.precision import as_tensor, compute_dtype, needs_master_copy
+from vprop.precision import compute_dtype, in_precision_of, needs_master_copy
 from vprop.structures.checks import refuse_sharded_parameters
 from vprop.structures.floors import is_relative
 from vprop.structures.members import (
@@ -326,8 +326,8 @@ class Structure(ABC):
         mean, prior_mean, prior_precision = {}, {}, {}
         for name, member in named:
             mean[name] = full_tensor(mean_of(member.p, self.peek_state(member))).clone()
-            prior_mean[name] = as_tensor(full_tensor(member.prior_mean)).to(mean[name]).clone()
-            prior_precision[name] = as_tensor(full_tensor(member.prior_precision)).to(mean[name]).clone()
+            prior_mean[name] = in_precision_of(full_tensor(member.prior_mean), mean[name]).clone()
+            prior_precision[name] = in_precision_of(full_tensor(member.prior_precision), mean[name]).clone()
         sizes = {member.ess for _, member in named}
         ess = sizes.pop() if len(sizes) == 1 else None
         return Snapshot(model, named, mean, GaussianPrior(prior_mean, prior_precision), ess)

@@ -281,10 +281,10 @@ class Diagonal(PortableDiagonal):
                 wrong.append(pack.members)
         if not wrong and not others:
             return False
-        if plan is not None and any(
-            "momentum" not in self.state_of(m) and m.group["betas"][0] > 0 for m in chain(*wrong, others)
+        if plan is not None and (
+            wrong or any("momentum" not in self.state_of(m) and m.group["betas"][0] > 0 for m in others)
         ):
-            plan.take_out()  # what is averaged may depend on the mean
+            plan.take_out()  # what is averaged may depend on the mean; and as long as the kernel knows its packs
         for member in chain(*wrong, others):
             self._match_momentum(member, self._partners.get(member.p))
         return bool(wrong)

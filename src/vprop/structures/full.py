@@ -16,7 +16,7 @@ from vprop.functional.diagonal import newest_weight
 from vprop.objective import Objective
 from vprop.parallel.ranks import average_over_ranks, mean_so_far
 from vprop.posterior import FullPosterior, GaussianPrior
-from vprop.precision import as_tensor, compute_dtype
+from vprop.precision import compute_dtype
 from vprop.structures.base import MEAN, Structure, TensorSpec
 from vprop.structures.checks import broken, check_shared, check_size, other_shape
 from vprop.structures.curvature_matrix import CurvatureMatrix, KeptFactor
@@ -339,9 +339,9 @@ class Full(Structure):
         mean, precision = {}, {}
         for (name, member), diagonal in zip(named, diagonals, strict=True):
             device, dtype = member.p.device, compute_dtype(member.p)
-            mean[name] = as_tensor(member.prior_mean).to(device, dtype).clone()
+            mean[name] = torch.as_tensor(member.prior_mean, dtype=dtype, device=device).clone()
             own = member.prior_precision if diagonal is None else diagonal.view(member.p.shape)
-            precision[name] = as_tensor(own).to(device, dtype).clone()
+            precision[name] = torch.as_tensor(own, dtype=dtype, device=device).clone()
         return GaussianPrior(mean, precision, matrix)
 
 

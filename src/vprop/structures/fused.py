@@ -79,24 +79,26 @@ class Job:
         table.unusable = unusable
         if not math.isinf(self.step.clip_radius):
             table.clipped.zero_()
-        hosts.append(pack.count_step(took_part))
-        if captured:
-            keep(hosts)
-        before = None if captured else pack.probe.clone()
+        before = None if captured else (pack.probe.clone(), pack.counts.clone())
         try:
+            hosts.append(pack.count_step(took_part))
+            if captured:
+                keep(hosts)
             pack.look_at_counts()
             table.first_step = pack.table.first_step
             pack.backend.step(table, self.step)
+            if self.sample is not None:
+                self.sample.done = False
         except BaseException:
-            if before is None or torch.equal(before, pack.probe):
-                # Nothing was done, so the sample that is still in the weights must be found again.
+            if before is None:
                 pack.count_step(took_part, by=-1)
+            elif torch.equal(before[0], pack.probe):
+                # Nothing was done, so the sample that is still in the weights must be found again, by its step.
+                pack.counts.copy_(before[1])
                 pack.look_at_counts()
             elif self.sample is not None:  # an interrupt came through when the kernel had done its work
                 self.sample.done = False
             raise
-        if self.sample is not None:
-            self.sample.done = False
         pack.weights_changed()
 
 

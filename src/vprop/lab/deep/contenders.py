@@ -206,10 +206,11 @@ _DROPOUT_GRIDS: Grids = {
 _NOISES: tuple[Setting, ...] = (
     {"sigma": 0.008}, {"sigma": 0.008, "decay": 1e-3}, {"sigma": 0.011, "decay": 1e-3}, {"sigma": 0.015, "decay": 1e-3},
 )  # fmt: skip
-# FilterResponseNorm has no mean over a batch to take the noise out again: there less of it is better.
-_SMALL_NOISES: tuple[Setting, ...] = (
-    {"sigma": 0.008}, {"sigma": 0.004}, {"sigma": 0.004, "speed": 2.0}, {"sigma": 0.002},
-)  # fmt: skip
+# With FilterResponseNorm the least noise of these was the best of them, so there less is tried.
+_NOISE_GRIDS: Grids = {
+    "resnet": _NOISES,
+    "cifar10-frn": ({"sigma": 0.008}, {"sigma": 0.004}, {"sigma": 0.004, "speed": 2.0}, {"sigma": 0.002}),
+}
 _VARIO_GRIDS: Grids = {
     "resnet": ({"lr": 3e-3}, {"lr": 1e-2, "decay": DECAY}),
     "gpt": (
@@ -234,7 +235,7 @@ CONTENDERS = (
                   needs="laplace", of="sgd"),
     DeepContender("laplace-diagonal", "Laplace, diagonal", "laplace", None, {"resnet": ({"diagonal": 1},)},
                   needs="laplace", of="sgd"),
-    DeepContender("ivon-opt", "IVON, its authors' package", "peer", ivon_opt, {"resnet": _NOISES}, needs="ivon",
+    DeepContender("ivon-opt", "IVON, its authors' package", "peer", ivon_opt, _NOISE_GRIDS, needs="ivon",
                   captured=False),
     DeepContender("vario", "Vario", "posterior", vario, {
         **_VARIO_GRIDS, "lora": ({"lr": 1e-3}, {"lr": 3e-3}, {"lr": 1e-2}),
@@ -247,8 +248,8 @@ CONTENDERS = (
             {"noise_limit": 0.2, "decay": 1e-3},
         ),
     }, ours=True),
-    DeepContender("vprop-floor", "Vprop with a floor", "posterior", floored, {"resnet": _NOISES}, ours=True),
-    DeepContender("ivon", "IVON", "posterior", ivon, {"resnet": _NOISES, "cifar10-frn": _SMALL_NOISES}, ours=True),
+    DeepContender("vprop-floor", "Vprop with a floor", "posterior", floored, _NOISE_GRIDS, ours=True),
+    DeepContender("ivon", "IVON", "posterior", ivon, _NOISE_GRIDS, ours=True),
     DeepContender("ivon-clipped", "IVON with clipping", "posterior", ivon_with_clipping, {
         "gpt": tuple(
             {"lr": lr, "hess_init": 1e-3, "clip_radius": 1e-3, "temperature": 0.1} for lr in (300.0, 100.0, 600.0)
@@ -264,7 +265,7 @@ CONTENDERS = (
             for lr, prior in ((1e-3, 2e4), (2e-3, 2e4), (1e-3, 1e4))
         ),
     }, ours=True),
-    DeepContender("vprop-centred", "Vprop with a floor, centred", "posterior", centred, {"resnet": _NOISES},
+    DeepContender("vprop-centred", "Vprop with a floor, centred", "posterior", centred, _NOISE_GRIDS,
                   gradients=2, ours=True),
 )  # fmt: skip
 
@@ -279,6 +280,7 @@ GROUPS = (
     Group("mixture-3-vario-sgd", "Mixture of 3 Vario with SGD's step", "vario-sgd", 3, averaged=True),
     Group("mixture-3-floor", "Mixture of 3 Vprop with a floor", "vprop-floor", 3, averaged=True),
     Group("mixture-3-ivon", "Mixture of 3 IVON", "ivon", 3, averaged=True),
+    Group("mixture-5-ivon", "Mixture of 5 IVON", "ivon", 5, averaged=True),
     Group("mixture-5-floor", "Mixture of 5 Vprop with a floor", "vprop-floor", 5, averaged=True),
 )
 

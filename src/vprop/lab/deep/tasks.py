@@ -83,6 +83,9 @@ _FASHION = DeepTask(
 _GPT = DeepTask(
     "gpt", "Characters of Shakespeare, GPT of 6 layers", "gpt", "tinyshakespeare", batch=64, steps=2500, samples=32
 )
+_BOOKS = replace(_GPT, name="gpt-books", title="Characters of books, GPT of 6 layers", data="books", tuning_share=0.5)
+_LONGER = 3260
+"""Steps of the diagonal in the time of 2,500 in an eigenbasis, by the times of a step in docs/deep/results/gpt.json."""
 
 TASKS = (
     replace(_CIFAR, name="cifar10", title="CIFAR-10, ResNet-20, 100 epochs", epochs=100),
@@ -104,9 +107,10 @@ TASKS = (
         _FASHION, name="fashion-plain", title="Fashion-MNIST, ResNet-20, images as they are, 20 epochs", augment=False
     ),
     _GPT,
-    replace(_GPT, name="gpt-longer", title="Characters of Shakespeare, GPT of 6 layers, 3,260 steps", steps=3260,
-            tuned_on="gpt"),
-    replace(_GPT, name="gpt-books", title="Characters of books, GPT of 6 layers", data="books", tuning_share=0.5),
+    replace(_GPT, name="gpt-longer", title=f"{_GPT.title}, {_LONGER:,} steps", steps=_LONGER, tuned_on="gpt"),
+    _BOOKS,
+    replace(_BOOKS, name="gpt-books-longer", title=f"{_BOOKS.title}, {_LONGER:,} steps", steps=_LONGER,
+            tuned_on="gpt-books"),
     DeepTask(
         "lora", "From books to Shakespeare, adapters of rank 8 for a GPT of 4 layers", "lora", "tinyshakespeare",
         batch=32, steps=1000, samples=32, layers=4, channels=256, heads=4, pretraining="books", pretraining_steps=3000,

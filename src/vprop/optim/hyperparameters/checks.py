@@ -32,7 +32,7 @@ def check_hyperparameters(group: dict[str, Any], declared: Mapping[str, Hyperpar
 
 
 def check_edited(group: dict[str, Any], declared: Mapping[str, Hyperparameter], but: tuple[str, ...]) -> None:
-    """Check the entries of a group again, each by itself, ``but`` those.
+    """Check the entries of a group again, ``but`` those.
 
     Tensors of a prior that have their place already stay what they are: they may be changed there.
     """
@@ -43,6 +43,9 @@ def check_edited(group: dict[str, Any], declared: Mapping[str, Hyperparameter], 
         if hyperparameter.per_parameter and in_place(group[name], group["params"], may_be_matrix=may_be_matrix):
             continue
         hyperparameter.check(name, group)
+    for name, hyperparameter in declared.items():
+        if name in group and name != "hess_init":  # which counted at the start
+            hyperparameter.fits(name, group)
 
 
 # -- each by itself --------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def one_of(values: tuple[Any, ...], remedy: str, allowed: str | None = None) -> 
     """One of a few values, which ``allowed`` may say in words."""
 
     def check(name: str, group: dict[str, Any]) -> None:
-        if group[name] not in values:
+        if isinstance(group[name], Tensor) or group[name] not in values:
             raise invalid(name, group[name], allowed or f"one of {values}", remedy)
 
     return check

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vprop.checks import check_model
-from vprop.objective import model_arguments
+from vprop.objective import copied, model_arguments
 from vprop.posterior.predictive.dropout import DrawMasks, dropping
 from vprop.posterior.predictive.functions import told_with_input
-from vprop.posterior.predictive.inputs import batches_of, copied, has_rows, is_loader, leaves, mapped
+from vprop.posterior.predictive.inputs import batches_of, has_rows, is_loader, leaves, mapped
 from vprop.posterior.predictive.masks import Masks
 from vprop.replica import Replica, evaluating_replicas, switches_by_itself
 from vprop.wrappers import unwrapped

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop import replica
-from vprop.objective import model_arguments
+from vprop.objective import copied, model_arguments
 from vprop.posterior.predictive import masks as _masks
 from vprop.posterior.predictive.dropout import dropping
 from vprop.posterior.predictive.inputs import described, leaves, mapped
@@ -94,7 +94,7 @@ class WholeModel(ModelFunction):
         """Every draw sees the inputs as they were given, also where the model writes into them."""
         if self._changes_input is False:
             return own(*prepared.args, **prepared.kwargs)
-        args, kwargs = mapped(_copied, prepared.args), mapped(_copied, prepared.kwargs)
+        args, kwargs = copied((prepared.args, prepared.kwargs))
         seen = _Seen(list(leaves((args, kwargs)))) if self._changes_input is None else None
         output = own(*args, **kwargs)
         if seen is not None:
@@ -118,10 +118,6 @@ class _Seen:
         )
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 class HeadOnly(ModelFunction):
     """The body of the model is called once, and its last module for each draw of that one's weights."""
 
@@ -136,10 +132,10 @@ class HeadOnly(ModelFunction):
         module, inputs, outputs = own.module(self._head), list[Any](), list[_Seen]()
 
         def keep_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs.append((mapped(_copied, args), mapped(_copied, kwargs), _Seen(list(leaves((args, kwargs))))))
+            inputs.append((copied((args, kwargs)), _Seen(list(leaves((args, kwargs))))))
 
         def keep_output(module: nn.Module, args: Any, output: Any) -> None:
-            self._changes_input = inputs[-1][2].is_changed()
+            self._changes_input = inputs[-1][1].is_changed()
             outputs.append(_Seen([output, getattr(output, "logits", output)]))
 
         # Before all other hooks and after them: the module is called again with what was given to it.
@@ -157,7 +153,7 @@ class HeadOnly(ModelFunction):
                 f"last_layer({self._head!r}): this module was {how} in the model's forward, must be called once, at "
                 "the end. Name another one, or predict with the whole model."
             )
-        args, kwargs, _ = inputs[0]
+        (args, kwargs), _ = inputs[0]
         return Prepared(args, kwargs, self._tail(result, outputs[0]))
 
     def _tail(self, result: Tensor, seen: _Seen) -> tuple[int, ...] | None:
@@ -182,7 +178,7 @@ class HeadOnly(ModelFunction):
         self._replica.load(weights)
         args, kwargs = prepared.args, prepared.kwargs
         if self._changes_input:
-            args, kwargs = mapped(_copied, args), mapped(_copied, kwargs)
+            args, kwargs = copied((args, kwargs))
         output = logits_of(self._replica.call_module(self._head, *args, **kwargs))
         return output if prepared.tail is None else output.reshape(len(output), *prepared.tail)
 

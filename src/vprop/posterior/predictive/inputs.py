@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from vprop.checks import invalid, is_number, shown
@@ -138,15 +137,6 @@ def mapped(function: Callable[[Any], Any], x: Any) -> Any:
     if isinstance(x, tuple | list) and not isinstance(x, PackedSequence):
         return _tuple_like(x, [mapped(function, value) for value in x])
     return function(x)
-
-
-def copied(x: Any) -> Any:
-    """The same with copies of its tensors: a model that writes into its inputs changes what the next call would see."""
-    return tree_map(
-        lambda value: value.clone() if isinstance(value, Tensor) else value,
-        x,
-        is_leaf=lambda value: isinstance(value, PackedSequence),
-    )
 
 
 def _tuple_like(x: Any, values: list[Any]) -> tuple:
