@@ -177,9 +177,11 @@ class Posterior(Decisions, ABC):
         They are of one class and in one order. ``prior`` is that of the whole, ``rest`` are further arguments of
         ``__init__``.
         """
+        diagonals = "Merge [p.as_diagonal() for p in posteriors], without the correlations"
+        remedy = diagonals if hasattr(self, "as_diagonal") else "Write one"
         raise TypeError(
-            f"merge(posteriors): a {type(self).__name__} cannot be merged, because its class has no _merged(). Write "
-            "one, or train the shards with optimizers of a structure that can be merged."
+            f"merge(posteriors): a {type(self).__name__} cannot be merged, because its class has no _merged(). "
+            f"{remedy}, or train the shards with optimizers of a structure that can be merged."
         )
 
     def _prior_matrix(self, prior: GaussianPrior) -> Tensor | None:
