@@ -7,9 +7,13 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import vprop
+from vprop.lab.deep.contenders import BY_NAME as CONTENDERS
 from vprop.lab.deep.networks import resnet20
+from vprop.lab.deep.run import make_optimizer as make_deep_optimizer
+from vprop.lab.deep.run import make_trainer
+from vprop.lab.deep.tasks import BY_NAME as TASKS
 from vprop.lab.deep.training import Trainer, epochs, flips_and_crops, one_cycle
-from vprop.lab.deep.workloads import How
+from vprop.lab.deep.workloads import How, workload
 
 
 def data(count=40, channels=1):
@@ -87,6 +91,19 @@ def test_no_step_beyond_the_last_rate():
     for _ in range(3):
         trainer.run_epoch(x, y)
     assert trainer.steps_done == 7
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [((), torch.float32), (("bfloat16",), torch.bfloat16)])
+def test_a_cpu_trains_in_bfloat16_if_asked_for(tmp_path, fast, dtype):
+    how, task = How(out=tmp_path, fast=fast), TASKS["short-images"]
+    work, seen = workload(task, "final", None, how), set()
+    model = work.model(0.0)
+    model.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    optimizer = make_deep_optimizer(CONTENDERS["sgd"], {"lr": 0.1}, model, work, 0, how)
+    trainer = make_trainer(CONTENDERS["sgd"], work, model, optimizer, one_cycle(0.1, 2), how)
+    trainer.run_epoch(work.test, work.labels)
+    assert seen == {dtype}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_flips_and_crops_move_every_image_as_a_whole():

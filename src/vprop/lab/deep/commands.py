@@ -31,7 +31,10 @@ def deep(
     minutes: Annotated[float, typer.Option(help="Stop after so many, with what is finished; 0 for no limit.")] = 0.0,
     fast: Annotated[
         list[str] | None,
-        typer.Option(help="For GPUs: channels-last, compile, cudnn-benchmark, without-graphs. Can be given often."),
+        typer.Option(
+            help="For GPUs: channels-last, compile, cudnn-benchmark, without-graphs. CPUs: channels-last, bfloat16. "
+            "May be repeated."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for runs and predictions.")] = Path("out/deep"),
     results: Annotated[Path | None, typer.Option(help="Folder for figures; OUT/results by default.")] = None,

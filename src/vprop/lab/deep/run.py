@@ -296,7 +296,8 @@ def make_trainer(
     """As fast as the device allows."""
     forward = torch.compile(model) if "compile" in how.fast else None
     capture = contender.captured and "without-graphs" not in how.fast
-    options = {"loss": work.loss, "forward": forward, "capture": capture, "first_step": first_step}
+    half = True if "bfloat16" in how.fast else None
+    options = {"loss": work.loss, "forward": forward, "capture": capture, "autocast": half, "first_step": first_step}
     return Trainer(model, optimizer, rates, work.batch, **options)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,8 @@ class Trainer:
 
     ``rates`` are the step sizes, one for each step of the whole training. The optimizer's ``lr`` is a tensor that the
     step itself fills from them, so that a recorded step follows the schedule. ``forward`` is what is called in place of
-    the model, a compiled one say; ``capture=False`` is for optimizers whose step cannot be recorded;
+    the model, a compiled one say; ``capture=False`` is for optimizers whose step cannot be recorded; ``autocast`` says
+    whether the network runs in bfloat16, which it does on a GPU if nothing is said;
     ``first_step`` is how many steps were made before, by a training that this one goes on with.
     """
 
@@ -42,7 +43,7 @@ class Trainer:
         batch_size: int,
         *,
         loss: Loss = F.cross_entropy,
-        autocast: bool = True,
+        autocast: bool | None = None,
         forward: Callable[[Tensor], Tensor] | None = None,
         capture: bool = True,
         first_step: int = 0,
@@ -52,7 +53,7 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.on_gpu = self.device.type == "cuda"
         self.captures = capture and self.on_gpu
-        self.autocast = autocast and self.on_gpu
+        self.autocast = self.on_gpu if autocast is None else autocast
         self.rates = rates.to(self.device, torch.float32)
         self.total = torch.tensor(first_step, dtype=torch.int64, device=self.device)
         self.lr = self.rates[0].clone()
