@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:
@@ -39,5 +44,23 @@ def in_precision_of(value: Any, like: Tensor) -> Tensor:
 
 
 def widest(tensor: Tensor) -> Tensor:
-    """In float64, where the device has it: for differences of large numbers."""
+    """In float64, where the device has it: for differences of large numbers, and for bases that stay orthogonal."""
     return tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+
+
+def in_full_precision(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """For functions with matrix products: autocast, which would round their factors to half precision, is off in them.
+
+    Who calls ``step()`` or asks a posterior inside an autocast block means the model's arithmetic, not ours.
+    """
+
+    @wraps(function)
+    def exact(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        kinds = {arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
+        for kind in kinds:
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    return exact(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return exact

@@ -26,15 +26,10 @@ C_L, C_R and the momentum average, is rotated exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
-
 import torch
 from torch import Tensor
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+from vprop.precision import in_full_precision
 
 Basis = Tensor | None
 """Q as a batch of orthogonal matrices, or ``None`` for the identity."""
@@ -47,24 +42,6 @@ LEAST_SQUARE = 1e-10
 """Of a singular value, for an inverse root whose errors the polish can mend."""
 _POLISHES = 4
 """Iterations X ← X(3I−XᵀX)/2: from singular values in [1, √1.25] they end within 10⁻¹² of 1."""
-
-
-def in_full_precision(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """For functions with matrix products: autocast, which would round their factors to half precision, is off in them.
-
-    Who calls ``step()`` or asks a posterior inside an autocast block means the model's arithmetic, not ours.
-    """
-
-    @wraps(function)
-    def exact(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        kinds = {arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
-        for kind in kinds:
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-                with torch.autocast(kind, enabled=False):
-                    return exact(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return exact
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -105,11 +82,6 @@ def diagonal_of_rotated_back(values: Tensor, left: Basis, right: Basis) -> Tenso
 def projected(hess: Tensor, left: Basis, right: Basis) -> Tensor:
     """h̃ after the bases turn by O_L and O_R: the diagonal of what it was."""
     return rotated(hess, None if left is None else left.square(), None if right is None else right.square())
-
-
-def wide(matrix: Tensor) -> Tensor:
-    """In the precision that bases are computed in: float64, where the device has it."""
-    return matrix if matrix.device.type == "mps" else matrix.double()
 
 
 @in_full_precision

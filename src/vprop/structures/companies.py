@@ -17,9 +17,9 @@ from torch import Tensor
 
 from vprop.bundles import bundles, limit_for
 from vprop.functional import eigenbasis
-from vprop.functional.eigenbasis import Basis, in_full_precision
+from vprop.functional.eigenbasis import Basis
 from vprop.kernels.table import Table
-from vprop.precision import compute_dtype
+from vprop.precision import compute_dtype, in_full_precision
 from vprop.structures import floors
 from vprop.structures.matrices import SIDES, SQUARES, in_a_row
 from vprop.structures.members import GroupStep, Member, State, refuse_sparse_gradient

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vprop.curvature import Evidence, Folded, SampleSpread
 from vprop.curvature._base import folded_before
-from vprop.functional.eigenbasis import in_full_precision
 from vprop.kernels.table import Role
+from vprop.precision import in_full_precision
 from vprop.structures.companies import Batch, Company
 from vprop.structures.members import GroupStep
 from vprop.structures.rotated import Scratch, curvature_of_one, kernels_take

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vprop.functional import eigenbasis
 from vprop.functional.eigenbasis import Basis
+from vprop.precision import widest
 from vprop.structures.members import Member, State
 
 SIDES = ("left", "right")
@@ -102,15 +103,15 @@ def refresh(states: Sequence[State], shape: tuple[int, int], side: str, solve: b
     shapes = {basis: square, average: square, "hess": shape, "momentum": shape}
     kept = {key: [state[key] for state in states] for key in shapes if key in states[0]}
     found = {key: stacked(tensors, shapes[key]) for key, tensors in kept.items()}
-    old, products = eigenbasis.wide(found[basis]), eigenbasis.wide(found[average])
+    old, products = widest(found[basis]), widest(found[average])
     change = eigenbasis.solved if solve else eigenbasis.turned
     new = change(old, products, rounding=torch.finfo(found[basis].dtype).eps)
     turn = eigenbasis.rotated(new, old, None)
     turns = (turn, None) if side == "left" else (None, turn)
     results = {basis: new, average: eigenbasis.rotated(products, turn, turn)}
-    results["hess"] = eigenbasis.projected(eigenbasis.wide(found["hess"]), *turns)
+    results["hess"] = eigenbasis.projected(widest(found["hess"]), *turns)
     if "momentum" in found:
-        results["momentum"] = eigenbasis.rotated(eigenbasis.wide(found["momentum"]), *turns)
+        results["momentum"] = eigenbasis.rotated(widest(found["momentum"]), *turns)
     for key, values in results.items():
         _write(kept[key], values)
 

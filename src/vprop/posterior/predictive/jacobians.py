@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.func import jacrev, vjp, vmap
 
-from vprop.functional.eigenbasis import in_full_precision
 from vprop.posterior.predictive.functions import ModelFunction, Prepared, first_rows, function_of, told_with_input
 from vprop.posterior.predictive.inputs import leaves, mapped
+from vprop.precision import in_full_precision
 
 if TYPE_CHECKING:
     from vprop.posterior._base import Posterior
