@@ -43,9 +43,14 @@ def in_precision_of(value: Any, like: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=like.dtype, device="cpu").to(like.device)
 
 
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """float64, where the device has it."""
+    return torch.float64 if device.type != "mps" else torch.float32
+
+
 def widest(tensor: Tensor) -> Tensor:
     """In float64, where the device has it: for differences of large numbers, and for bases that stay orthogonal."""
-    return tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+    return tensor.to(widest_dtype(tensor.device))
 
 
 def in_full_precision(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

@@ -34,7 +34,7 @@ from vprop.posterior._example_checks import (
     no_examples,
     refuse_sum,
 )
-from vprop.precision import as_tensor
+from vprop.precision import as_tensor, widest_dtype
 from vprop.replica import evaluating_replicas
 from vprop.wrappers import refuse_sharded
 
@@ -241,8 +241,8 @@ class ExampleReader:
         posterior = self._posterior
         if posterior.likelihood == "gaussian":
             device = next(iter(posterior.mean.values())).device
-            wide = torch.float64 if device.type != "mps" else torch.float32
-            noise = torch.as_tensor(posterior.noise_variance, dtype=wide, device=device) / posterior.scales.noise
+            noise = torch.as_tensor(posterior.noise_variance, dtype=widest_dtype(device), device=device)
+            noise = noise / posterior.scales.noise
             return GaussianLikelihood(noise, shape=tuple(noise.shape), learnable=False)
         known: dict[Any, LossFunction] = {
             "categorical": _classes_last,

@@ -13,12 +13,12 @@ from vprop.likelihood import LikelihoodLike
 from vprop.posterior import _registry
 from vprop.posterior._base import Posterior
 from vprop.posterior.calibrated import Scales
-from vprop.precision import as_tensor
+from vprop.precision import as_tensor, widest_dtype
 
 
 def wide(value: Tensor, like: Tensor) -> Tensor:
     """On the device of ``like``, in its widest precision: what is merged is a difference of large numbers."""
-    return value.detach().to(like.device, torch.float64 if like.device.type != "mps" else torch.float32)
+    return value.detach().to(like.device, widest_dtype(like.device))
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:

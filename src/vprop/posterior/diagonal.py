@@ -17,6 +17,7 @@ from vprop.posterior._kept import KEPT, kept_prior, rest_of
 from vprop.posterior._shards import not_positive, total, wide
 from vprop.posterior.forgetting import lost_positivity
 from vprop.posterior.prior import GaussianPrior
+from vprop.precision import widest
 
 
 class DiagonalPosterior(Posterior):
@@ -198,6 +199,5 @@ def _total(terms: list[Tensor]) -> Tensor:
     """The sum of all elements, in float64 because there may be millions, on the CPU because devices may differ."""
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for term in terms:
-        wide = term.double() if term.device.type != "mps" else term
-        total += wide.sum().cpu()
+        total += widest(term).sum().cpu()
     return total
