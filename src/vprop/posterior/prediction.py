@@ -21,9 +21,9 @@ class Prediction:
 
     ``samples`` has the samples first, then the shape of the model's output. For classifiers the outputs are
     logits: ``"categorical"`` over the last dimension, ``"bernoulli"`` element by element. For regression
-    (``"gaussian"``) they are means, with ``noise_variance`` the variance of an observation around them; or
-    (``"heteroscedastic"``) the last dimension holds means and then as many log-variances. ``likelihood`` may also be
-    the loss that the model was trained with, if it is one of :mod:`vprop.likelihood`'s.
+    (``"gaussian"``) they are means, with ``noise_variance`` the variance of an observation around them, 1 if it
+    is left out; or (``"heteroscedastic"``) the last dimension holds means and then as many log-variances.
+    ``likelihood`` may also be the loss that the model was trained with, if it is one of :mod:`vprop.likelihood`'s.
 
     Uncertain weights make both mean f and noise v uncertain, and the variances follow the law of total variance,
 
