@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,6 +46,8 @@ def test_arguments_that_are_none(function):
     refuses(
         function, "got a batch of ['Tensor', 'list'], must be a pair", posterior(kind), X, [1] * 40, error=TypeError
     )
+    words = np.array(["cat"] * 40)
+    refuses(function, "y is a ndarray of <U3, must be numbers.", posterior(kind), X, words, error=TypeError)
     refuses(function, "Invalid num_samples=0", posterior(kind), X, TARGETS if kind == "gaussian" else Y, num_samples=0)
     refuses(function, "Invalid seed=-1", posterior(kind), X, TARGETS if kind == "gaussian" else Y, seed=-1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import pandas as pd
 import pytest
 import torch
 from scipy.optimize import minimize_scalar
@@ -13,7 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vprop
 from tests.harness import make_batch, make_model
-from vprop.calibration import fit_noise_scale, fit_temperature, fit_variance_scale
+from vprop.calibration import (
+    conformal_intervals,
+    conformal_sets,
+    fit_noise_scale,
+    fit_temperature,
+    fit_variance_scale,
+)
 from vprop.calibration._search import minimum
 from vprop.posterior import DiagonalPosterior, FullPosterior, GaussianPrior, Scales
 
@@ -135,6 +142,25 @@ def test_a_loader_and_tensors_give_the_same():
     posterior = linear_posterior(torch.eye(3), 0.1, likelihood="categorical")
     loader = DataLoader(TensorDataset(x, y), batch_size=32)
     assert fit_temperature(posterior, loader).value == pytest.approx(fit_temperature(posterior, x, y).value, rel=1e-9)
+
+
+@pytest.mark.parametrize("fit", [fit_temperature, fit_variance_scale, conformal_sets])
+def test_arrays_and_frames_of_labels_are_labels(fit):
+    x, y = classification()
+    posterior = linear_posterior(torch.eye(3), 0.1, likelihood="categorical")
+    frame, series = pd.DataFrame(x.numpy()), pd.Series(y.numpy(), index=range(7, 7 + len(y)))  # as after a split
+    expected = repr(fit(posterior, x, y))
+    assert repr(fit(posterior, frame, series)) == repr(fit(posterior, [(x.numpy(), y.numpy())])) == expected
+
+
+@pytest.mark.parametrize("fit", [fit_noise_scale, fit_variance_scale, conformal_intervals])
+def test_arrays_and_frames_of_targets_are_targets(fit):
+    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1, keepdim=True) + x[:, :1].square()
+    model = nn.Linear(3, 1)
+    posterior = vprop.Vprop(model.parameters(), num_data=50).posterior(model, likelihood="gaussian")
+    expected = repr(fit(posterior, x, y))
+    assert repr(fit(posterior, pd.DataFrame(x.numpy()), pd.DataFrame(y.numpy()))) == expected
 
 
 # -- the scale of the variance ---------------------------------------------------------------------------------

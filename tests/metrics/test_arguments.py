@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import pandas as pd
 import pytest
 import torch
 from torch import tensor
@@ -34,6 +35,10 @@ LABELLED_ERRORS = {
     "labels in a list": (
         (HALF, [0, 1, 1, 0]),
         "Invalid labels: is a list, must be a torch.Tensor. Convert it with torch.as_tensor(labels).",
+    ),
+    "labels in a Series": (
+        (HALF, pd.Series([0, 1, 1, 0], index=[5, 7, 2, 3])),  # which torch.as_tensor() cannot read
+        "Invalid labels: is a Series, must be a torch.Tensor. Convert it with torch.tensor(labels.to_numpy()).",
     ),
     "complex": (
         (HALF.to(torch.complex64), CLASSES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -25,6 +26,15 @@ def test_classifiers(likelihood):
         torch.testing.assert_close(prediction.quantile(q), probs.quantile(q, dim=0))
     low, high = prediction.interval(0.8)
     torch.testing.assert_close(torch.stack([low, high]), prediction.quantile([0.1, 0.9]))
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
+def test_several_quantiles_at_once(kind):
+    prediction = Prediction(LOGITS, "gaussian")
+    levels = [0.25, 0.5, 0.75]
+    torch.testing.assert_close(prediction.quantile(kind(levels)), prediction.quantile(levels))
+    with pytest.raises(ValueError, match=r"Invalid q=.*: must be a number between 0 and 1, or several"):
+        prediction.quantile(kind([]))
 
 
 @pytest.mark.parametrize("noise", [0.09, torch.tensor([0.01, 0.25, 4.0], dtype=torch.float64)])

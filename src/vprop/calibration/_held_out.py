@@ -13,6 +13,7 @@ from torch import Tensor
 from vprop.checks import check_num_samples, check_seed
 from vprop.posterior import Posterior, Prediction
 from vprop.posterior.predictive.inputs import Place
+from vprop.precision import as_tensor
 
 Batch = tuple[Any, Tensor]
 
@@ -43,13 +44,24 @@ def held_out_batches(posterior: Posterior, data: Any, y: Any, where: str) -> lis
 
 def _pairs(batches: Iterable[Any], where: str) -> Iterator[Batch]:
     for batch in batches:
-        if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+        # arrays and data frames are targets as they are inputs; a list of numbers would be rounded to float32
+        if not isinstance(batch, tuple | list) or len(batch) != 2 or not hasattr(batch[1], "__array__"):
             kinds = [type(part).__name__ for part in batch] if isinstance(batch, tuple | list) else type(batch).__name__
             raise TypeError(
-                f"{where}(posterior, …): got a batch of {kinds}, must be a pair (x, y) with y a tensor. Several inputs "
-                "go into one x, a tuple or a dict; torch.as_tensor(y) makes a tensor."
+                f"{where}(posterior, …): got a batch of {kinds}, must be a pair (x, y) with y a tensor or an array. "
+                "Several inputs go into one x, a tuple or a dict; torch.tensor(y) makes a tensor of a list."
             )
-        yield batch[0], batch[1]
+        yield batch[0], _targets(batch[1], where)
+
+
+def _targets(y: Any, where: str) -> Tensor:
+    try:
+        return as_tensor(y)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{where}(posterior, …): y is a {type(y).__name__} of {y.__array__().dtype}, must be numbers. Encode what "
+            "is text or a category as the numbers that the model was trained on."
+        ) from error
 
 
 def held_out_predictions(

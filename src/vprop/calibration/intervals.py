@@ -86,7 +86,7 @@ class ConformalIntervals:
 def conformal_intervals(
     posterior: Posterior,
     data: Any,
-    y: Tensor | None = None,
+    y: Any = None,
     *,
     level: float = 0.9,
     num_samples: int = 32,

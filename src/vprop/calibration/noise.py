@@ -6,8 +6,6 @@ import copy
 import math
 from typing import Any
 
-from torch import Tensor
-
 from vprop.calibration._held_out import check_enough, check_kind, held_out_batches, held_out_predictions
 from vprop.calibration._result import AnyPosterior, CalibrationFit
 from vprop.calibration._search import minimum
@@ -18,7 +16,7 @@ RANGE = 1e-5, 1e5
 def fit_noise_scale(
     posterior: AnyPosterior,
     data: Any,
-    y: Tensor | None = None,
+    y: Any = None,
     *,
     num_samples: int = 32,
     seed: int = 0,

@@ -97,7 +97,7 @@ class ConformalSets:
 def conformal_sets(
     posterior: Posterior,
     data: Any,
-    y: Tensor | None = None,
+    y: Any = None,
     *,
     level: float = 0.9,
     randomized: bool = False,

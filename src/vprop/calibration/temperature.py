@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import Tensor
-
 from vprop.calibration._held_out import check_enough, check_kind, held_out_batches, held_out_predictions, log_loss
 from vprop.calibration._result import AnyPosterior, CalibrationFit
 from vprop.calibration._search import minimum
@@ -18,7 +16,7 @@ RANGE = 1 / 32, 32.0
 def fit_temperature(
     posterior: AnyPosterior,
     data: Any,
-    y: Tensor | None = None,
+    y: Any = None,
     *,
     num_samples: int = 32,
     seed: int = 0,

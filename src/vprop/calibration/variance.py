@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import Tensor
-
 from vprop.calibration._held_out import check_enough, check_kind, held_out_batches, held_out_predictions, log_loss
 from vprop.calibration._result import AnyPosterior, CalibrationFit
 from vprop.calibration._search import minimum
@@ -17,7 +15,7 @@ RANGE = 1e-3, 1e3
 def fit_variance_scale(
     posterior: AnyPosterior,
     data: Any,
-    y: Tensor | None = None,
+    y: Any = None,
     *,
     num_samples: int = 32,
     seed: int = 0,

@@ -25,8 +25,9 @@ def check_tensor(name: str, value: object) -> Tensor:
     """``value``, unless it is no real tensor with at least one element."""
     if not isinstance(value, Tensor):
         # as_tensor() on everything would silently round a list of floats to float32
-        found = f"is a {type(value).__name__}"
-        raise invalid(name, found, "a torch.Tensor", f"Convert it with torch.as_tensor({name}).")
+        # torch looks for the rows 0, 1, … of a pandas Series by their labels, which need not be these
+        call = f"torch.tensor({name}.to_numpy())" if hasattr(value, "to_numpy") else f"torch.as_tensor({name})"
+        raise invalid(name, f"is a {type(value).__name__}", "a torch.Tensor", f"Convert it with {call}.")
     if value.is_meta or value.layout != torch.strided:
         found = "is on the meta device" if value.is_meta else f"has layout {value.layout}"
         raise invalid(name, found, "a dense tensor with values", "Move it to a real device, and use .to_dense().")

@@ -247,7 +247,7 @@ class VariationalOptimizer(TrainingLoops):
 
         Names come from ``model.named_parameters()``. Parameters that the optimizer does not hold, and frozen ones,
         are constants of the model. ``likelihood`` (a kind, or the likelihood module that was the loss) and
-        ``noise_variance`` are what ``predict`` assumes by default.
+        ``noise_variance`` (of "gaussian"; 1 if it is left out) are what ``predict`` assumes by default.
         """
         check_model(model, "posterior(model)")
         self._structure.report_unusable(deferred=True)

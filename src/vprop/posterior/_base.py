@@ -263,7 +263,7 @@ class Posterior(Decisions, ABC):
             num_samples: draws of the weights.
             seed: which draws.
             likelihood: what the outputs are (see :class:`Prediction`); by default what the posterior was made with.
-            noise_variance: of likelihood "gaussian".
+            noise_variance: of likelihood "gaussian"; by default what the posterior was made with, or else 1.
             method: "monte_carlo" draws weights. "linearized" draws none: f(x, μ) + J(θ−μ) has normal outputs, whose
                 means and covariances JΣJᵀ are computed (:class:`LinearizedPrediction`).
             keep: "samples", or "summary": probabilities or means with their uncertainties, num_samples times smaller.

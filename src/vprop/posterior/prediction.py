@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vprop.checks import invalid
 from vprop.likelihood import Likelihood, LikelihoodLike, snapshot_likelihood, split_heteroscedastic
 from vprop.posterior._quantiles import check_probability, mixture_quantile, sample_quantile
 
@@ -20,9 +21,9 @@ class Prediction:
 
     ``samples`` has the samples first, then the shape of the model's output. For classifiers the outputs are
     logits: ``"categorical"`` over the last dimension, ``"bernoulli"`` element by element. For regression
-    (``"gaussian"``) they are means, with ``noise_variance`` the variance of an observation around them; or
-    (``"heteroscedastic"``) the last dimension holds means and then as many log-variances. ``likelihood`` may also be
-    the loss that the model was trained with, if it is one of :mod:`vprop.likelihood`'s.
+    (``"gaussian"``) they are means, with ``noise_variance`` the variance of an observation around them, 1 if it
+    is left out; or (``"heteroscedastic"``) the last dimension holds means and then as many log-variances.
+    ``likelihood`` may also be the loss that the model was trained with, if it is one of :mod:`vprop.likelihood`'s.
 
     Uncertain weights make both mean f and noise v uncertain, and the variances follow the law of total variance,
 
@@ -77,7 +78,10 @@ class Prediction:
         In regression it is that of the mixture 1/S Σₛ N(fₛ, vₛ) that the samples stand for, not of the one normal
         distribution with its variance. Of several ``q`` the results are in the first dimension.
         """
+        q = q.tolist() if hasattr(q, "tolist") else q  # of NumPy's linspace and torch's
         if isinstance(q, Sequence) and not isinstance(q, str):
+            if not q:
+                raise invalid("q", q, "a number between 0 and 1, or several", "Pass e.g. q=[0.05, 0.95].")
             return torch.stack([self.quantile(each) for each in q])
         self._require(*_CLASSIFIERS, *_REGRESSIONS)
         return self._quantile(check_probability("q", q))

@@ -196,8 +196,8 @@ class Floors(TypedDict, total=False):
     noise_limit: Annotated[
         float,
         Hyperparameter(
-            "what σ is not above, as a share of the root mean square of the weights of its parameter; 0.1 to 0.2 suits "
-            "networks of all kinds.",
+            "what σ is not above, as a share of the root mean square of the weights of its parameter (at least 1e-3), "
+            "which is looked at in every sixteenth step; 0.1 to 0.2 suits networks of all kinds.",
             math.inf,
             checks.number("a number > 0", lambda v: v > 0, 'Use float("inf") for no limit.'),
         ),
