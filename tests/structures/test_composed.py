@@ -153,6 +153,15 @@ def test_the_posterior_is_that_of_its_parts(trained):
     assert torch.isfinite(posterior.elbo(vprop.Objective(model, nn.functional.cross_entropy, x, y), 4))
 
 
+def test_a_posterior_of_nothing_and_of_another_model_is_refused():
+    model, optimizer = make()
+    with pytest.raises(ValueError, match="4 of the optimizer's parameters are not parameters of this model"):
+        optimizer.posterior(make_model())
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="none of the optimizer's parameters requires a gradient"):
+        optimizer.posterior(model)
+
+
 def test_the_parts_draw_different_noise(trained):
     """Each part numbers its parameters from 0."""
     _, _, posterior = trained

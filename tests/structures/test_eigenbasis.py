@@ -257,6 +257,22 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     assert all(bool(torch.isfinite(value).all()) for value in state.values())
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_squares_whose_sum_over_samples_is_not_finite_count_as_none(fused):
+    """Of each of four samples (1.8·10¹⁹)² is within float32, which their sum is not."""
+    weight = nn.Parameter(random(3, 4).float())
+    arguments = {"mc_samples": 4, "structure": "eigenbasis", "basis_every": 1, "fused": fused}
+    optimizer = vprop.Vario([weight], lr=0.01, num_data=20, batch_size=4, **arguments)
+    for step in range(3):
+        for sample in range(4):
+            with optimizer.sampled_params(sample):
+                weight.grad = random(3, 4, seed=4 * step + sample).float()
+                weight.grad[0, 0] = 1.8e19 if step == 1 else 1.0
+        optimizer.step()
+    values = [weight.detach(), *optimizer.state[weight].values()]
+    assert all(bool(torch.isfinite(value).all()) for value in values)
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0, 1e-25])
 def test_degenerate_averages(value):
     """No gradient at all, the same one each time, and one whose squares vanish: no basis, one direction, nothing."""

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from vprop.objective import Objective
 from vprop.posterior import ComposedPosterior
 from vprop.structures.base import Structure, TensorSpec
-from vprop.structures.members import GroupStep, Marginal, State, refuse_sparse_gradient
+from vprop.structures.members import GroupStep, Marginal, State, named_members, refuse_sparse_gradient
 from vprop.structures.plans import Plan
+from vprop.wrappers import unwrapped
 
 
 class ComposedPlan:
@@ -178,6 +179,7 @@ class Composed(Structure):
 
     def posterior(self, model: nn.Module, **rest: Any) -> ComposedPosterior:
         """The parts' posteriors, as one."""
+        named_members(unwrapped(model), self.members)  # refuses for all parts together what each refuses for itself
         plain = {name: value for name, value in rest.items() if name in ("temperature", "seed", "snapshot")}
         parts = {name: part.posterior(model, **plain) for name, part in self.parts.items() if part.members}
         ess = {part.ess for part in parts.values()}

@@ -90,7 +90,8 @@ class Folding:
     def fold_into_averages(self, decay: float) -> None:
         """Take the products of this step into the averages that the bases follow.
 
-        A gradient that is not finite, or whose squares are not, counts as none. The scale of an average does not
+        A gradient that is not finite, or whose squares are not, counts as none, and so do samples whose squares add up
+        to infinity. The scale of an average does not
         matter to its eigenvectors, so that nothing is divided by what the weights of its terms sum up to.
         """
         if self.direct is not None:
@@ -99,6 +100,9 @@ class Folding:
                 _average_products(batch, matrices, decay)
             return
         for (number, side), product in self._products.items():
+            # Squares that are finite may have a sum that is not; the largest element is on the diagonal.
+            finite = product.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None] < math.inf
+            product = torch.where(finite, product, 0)
             self.company.batches[number].averages[side].lerp_(product, 1 - decay)
 
 
