@@ -9,7 +9,7 @@ import pytest
 
 from tests.figures import measured_on_networks, shown_of_networks
 from tests.pages import PAGES, ROOT
-from vprop.lab.deep.table import NOTHING, _value
+from vprop.lab.deep.table import NOTHING, _value, own_scores
 from vprop.lab.experiments.claims import claims
 
 PAPER = (ROOT / "docs" / "paper.md").read_text()
@@ -142,6 +142,30 @@ def rows_of_networks(scores, *tasks):
             time = f"{row['cost']['step_ms']:.2f}" if row["cost"] else NOTHING
             cells = [f"{row['steps']:,}", time, *(_value(row["scores"][kind][name]) for kind, name in scores)]
             yield f"| {structures[row['name']]} | {' | '.join(cells)} |"
+
+
+def test_the_words_on_deep_networks_are_those_of_the_results():
+    """Those that a reader cannot see to be wrong at a glance at the tables."""
+    said = " ".join((ROOT / "docs" / "deep.md").read_text().partition("## How it was done")[0].split())
+    at = {task: contenders_of(task) for task in ("cifar10", "cifar10-5k", "gpt")}
+    loss = {name: own_scores(row)["nll"]["mean"] for name, row in at["cifar10"].items()}
+    assert f"IVON's posterior have {loss['ivon'] / loss['sgd']:.2f} times the log-loss of a tuned SGD" in said
+    unmasked = at["gpt"]["vario"]["scores"]["unmasked"]["nll"]["mean"]
+    assert f"without them Vario's log-loss is {unmasked:.3f}" in said
+    few = at["cifar10-5k"]
+    calibrated = sorted(few, key=lambda name: own_scores(few[name])["ece"]["mean"])[:3]
+    assert set(calibrated) == {"vprop-centred", "ivon", "laplace-last"}
+    assert "That Vprop, IVON and Laplace are the best calibrated" in said
+    grids = [row for row in few.values() if len(row["grid"]) > 1]
+    last = [
+        row["label"].partition(" with a floor")[0] for row in grids if row["setting"].items() <= row["grid"][-1].items()
+    ]
+    assert f"{', '.join(last[:-1])} and {last[-1]} chose the last settings of their grids" in said
+
+
+def contenders_of(task):
+    found = json.loads((ROOT / "docs" / "deep" / "results" / f"{task}.json").read_text())
+    return {row["name"]: row for row in found["contenders"]}
 
 
 def test_the_ways_to_predict():

@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from vprop.lab.cli import app
-from vprop.lab.deep import contenders, page, results
+from vprop.lab.deep import compare, contenders, page, results
 from vprop.lab.deep.compare import numbers, tasks_named
 from vprop.lab.deep.contenders import GROUPS, DeepContender
 from vprop.lab.deep.protocol import Bench
-from vprop.lab.deep.run import DeepRun
+from vprop.lab.deep.run import DeepRun, Pretraining
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
 from vprop.lab.deep.workloads import How
 from vprop.lab.engine.store import Store, write_json
@@ -212,10 +212,32 @@ def test_failures_are_told_at_the_end(tmp_path, monkeypatch):
         (("cifar10", "--seeds", "100"), ("Invalid --seeds '100'",)),
         (("cifar10", "--jobs", 0), ("Invalid --jobs 0", "at least 1")),
         (("cifar10", "--fast", "everything"), ("Invalid --fast 'everything'", "compile")),
+        (("imagenet", "--short"), ("Unknown task 'imagenet'", "short-images")),
+        (("cifar10", "--minutes", -1), ("Invalid --minutes -1", "at least 0")),
+        (("cifar10", "--minutes", "nan"), ("Invalid --minutes nan",)),
+        (("text", "--short", "--usual", "--cost"), ("--usual and --cost do not go together",)),
+        (("text", "--short", "--device", "gpu"), ("Invalid --device 'gpu'", "cpu or cuda")),
+        (("text", "--short", "--only", "sgd,ivon"), ("nobody of these takes part in short-text", "adamw-dropout")),
     ],
 )
-def test_bad_arguments(arguments, words):
-    fails(vprop("compare", "deep", *arguments), *words)
+def test_bad_arguments(arguments, words, tmp_path):
+    fails(vprop("compare", "deep", *arguments, "--out", tmp_path), *words)
+
+
+def test_a_device_that_is_not_here_is_told_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(DeepRun, "compute", lambda self: pytest.fail("ran"))
+    found = vprop("compare", "deep", "images", "--short", "--device", "cuda", "--out", tmp_path)
+    fails(found, "--device cuda: torch finds no CUDA device here")
+
+
+def test_nothing_is_trained_for_adapters_that_nobody_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(DeepRun, "compute", lambda self: {"scores": {}, "seconds": 0.0})
+    monkeypatch.setattr(compare, "write_results", lambda *arguments: None)
+    monkeypatch.setattr(Pretraining, "compute", lambda self: pytest.fail("ran"))
+    found = vprop("compare", "deep", "all", "--short", "--only", "sgd", "--usual", "--out", tmp_path)
+    assert found.exit_code == 0, found.output
+    assert "short-images: seeds: 3 to run" in found.output
 
 
 def test_data_that_are_missing_are_told_before_anything_runs(tmp_path, monkeypatch):

@@ -299,6 +299,32 @@ def test_training_refusals():
     assert train(loss_fn=vprop.GaussianLikelihood(0.3, learnable=False)).noise_variance == pytest.approx(0.3)
 
 
+def test_what_the_functions_return_is_looked_at_before_anything_is_trained():
+    def make_optimizer(model, seed):
+        return vprop.Vprop(model.parameters(), num_data=4, seed=seed)
+
+    def train(make_model=lambda: nn.Linear(1, 1), make=make_optimizer, loader=None, **rest):
+        batches = [(torch.ones(1, 1), torch.ones(1, 1))] if loader is None else loader
+        return vprop.train_mixture(make_model, make, batches, F.mse_loss, **rest)
+
+    for arguments, message in [
+        ({"make_scheduler": lambda optimizer: None}, r"make_scheduler\): it returned None, must return a scheduler"),
+        ({"make_scheduler": 0.1}, r"make_scheduler\): got 0.1, must be a function"),
+        ({"make_model": nn.Linear(1, 1)}, r"make_model\): got Linear.*must be a function"),
+        ({"make_model": lambda: None}, "what it returned: got NoneType"),
+        (
+            {"make": lambda model, seed: torch.optim.SGD(model.parameters())},
+            "it returned a SGD, must return an optimizer",
+        ),
+        ({"make": make_optimizer(nn.Linear(1, 1), 0)}, r"make_optimizer\): got Vprop"),
+        ({"loader": [(torch.ones(1, 1),) * 3]}, r"a batch of type tuple, must be a pair \(x, y\)"),
+        ({"loader": [torch.ones(2, 1)]}, "a batch of type Tensor, must be a pair"),
+        ({"loader": torch.ones(2, 2, 1)}, "got a Tensor, must be a loader"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            train(**arguments)
+
+
 def test_every_member_has_a_loss_with_a_state_of_its_own():
     class Watching(vprop.GaussianLikelihood):
         """Its noise is the largest squared error so far."""
@@ -373,5 +399,5 @@ def test_sizes_that_differ_leave_no_elbo():
     objective = vprop.Objective(
         mixture.model, F.mse_loss, torch.ones(1, 2, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     )
-    with pytest.raises(ValueError, match="one effective sample size"):
+    with pytest.raises(ValueError, match="or a mixture's members, have different num_data"):
         mixture.elbo(objective)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from vprop.checks import check_loss, check_seed, invalid, is_number
+from vprop.checks import check_loss, check_model, check_seed, invalid, is_number, shown
 from vprop.likelihood import LikelihoodLike, likelihood_of
 from vprop.objective import LossFunction, Objective
 from vprop.optim.optimizer import VariationalOptimizer
@@ -58,18 +58,21 @@ def train_mixture(
         if not is_number(value, whole=True) or value < 1:
             raise invalid(name, value, "an integer >= 1", "4 members are a usual ensemble.")
     _refuse_parameters(loss_fn)
+    _require_functions(make_model=make_model, make_optimizer=make_optimizer, make_scheduler=make_scheduler)
     posteriors: list[Posterior] = []
     for number in range(check_seed(seed), seed + members):
         with torch.random.fork_rng():
             torch.manual_seed(number)
             model = make_model()
+            check_model(model, "train_mixture(make_model, ...): what it returned")
             if any(model is posterior.model for posterior in posteriors):
                 raise ValueError(
                     "train_mixture(make_model, ...): it returned the same model twice, must return a new one each "
                     "time: members would be one network, trained on and on. Pass e.g. lambda: MyModel()."
                 )
             optimizer = make_optimizer(model, number)
-            scheduler = None if make_scheduler is None else make_scheduler(optimizer)
+            _require_a_posterior(optimizer)
+            scheduler = None if make_scheduler is None else _scheduler(make_scheduler, optimizer)
             own_loss = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may have a state
             _train(model, optimizer, scheduler, loader, own_loss, epochs)
         known = likelihood_of(own_loss) if likelihood is None else None
@@ -93,13 +96,45 @@ def _refuse_parameters(loss_fn: LossFunction) -> None:
         )
 
 
+def _require_functions(**functions: Any) -> None:
+    """Refuse a model, an optimizer or a scheduler in the place of what makes one for each member."""
+    for name, function in functions.items():
+        if function is None and name == "make_scheduler":
+            continue
+        if isinstance(function, nn.Module) or not callable(function):
+            raise TypeError(
+                f"train_mixture({name}): got {shown(function)}, must be a function that makes a new one for each "
+                "member. Pass a lambda."
+            )
+
+
+def _require_a_posterior(optimizer: Any) -> None:
+    if not isinstance(optimizer, VariationalOptimizer):
+        raise TypeError(
+            f"train_mixture(make_optimizer): it returned a {type(optimizer).__name__}, must return an optimizer of "
+            "vprop, which has a posterior. Pass e.g. lambda model, seed: vprop.Vario(model.parameters(), "
+            "num_data=1000, batch_size=32, seed=seed)."
+        )
+
+
+def _scheduler(make_scheduler: Callable[[Any], Any], optimizer: Any) -> Any:
+    """A function that forgot to return it would leave the step size as it is, in silence."""
+    scheduler = make_scheduler(optimizer)
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"train_mixture(make_scheduler): it returned {shown(scheduler)}, must return a scheduler, whose step() is "
+            "called after every step. Leave it out for a constant step size."
+        )
+    return scheduler
+
+
 def _train(
     model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable[Any], loss_fn: LossFunction, epochs: int
 ) -> None:
     device = next(model.parameters()).device
     for _ in range(epochs):
         batches = 0
-        for x, y in loader:
+        for x, y in _pairs(loader):
             x, y = (value.to(device) if isinstance(value, torch.Tensor) else value for value in (x, y))
             optimizer.step(Objective(model, loss_fn, x, y))
             if scheduler is not None:
@@ -110,3 +145,19 @@ def _train(
                 "train_mixture(loader): there are no batches in a pass. Pass a DataLoader or a list of (x, y), not an "
                 "iterator that is used up."
             )
+
+
+def _pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """The batches, if they are pairs: rows of a tensor in the place of a loader would be taken apart."""
+    if isinstance(loader, torch.Tensor) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"train_mixture(loader): got a {type(loader).__name__}, must be a loader of batches (x, y). Pass a "
+            "DataLoader or a list of them."
+        )
+    for batch in loader:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise TypeError(
+                f"train_mixture(loader): got a batch of type {type(batch).__name__}, must be a pair (x, y). Several "
+                "inputs go into one x, a tuple or a dict."
+            )
+        yield batch[0], batch[1]

@@ -88,8 +88,8 @@ def elbo_estimate(
     num_samples, seed = check_num_samples(num_samples), check_seed(seed)
     if posterior.ess is None:
         raise ValueError(
-            "The ELBO needs one effective sample size, but the optimizer's groups have different num_data or "
-            "temperature. Use the same in all groups."
+            "The ELBO needs one effective sample size, but the optimizer's groups, or a mixture's members, have "
+            "different num_data or temperature. Use the same in all of them."
         )
     # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
     losses, examples = [0.0] * num_samples, 0.0

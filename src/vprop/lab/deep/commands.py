@@ -54,7 +54,7 @@ def deep(
         how = How(out, device, compare.check_fast(fast or []), compare.deadline(minutes))
         names = "all" if what in ("table", "collect") else what
         chosen = compare.tasks_named(names, short), compare.contenders_named(only), compare.numbers(seeds)
-        stages = ("tuning",) if tuning else ("cost",) if cost else ("seeds",) if usual else ("tuning", "seeds")
+        stages = compare.stages_for(tuning, usual, cost)
         request = compare.DeepRequest(*chosen, stages, how, data_dir, jobs, results, page)
         console = Console()
         if what == "table":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from vprop.files import write_text
 from vprop.lab.deep import page as pages
 from vprop.lab.deep.contenders import BY_NAME as CONTENDERS_BY_NAME
-from vprop.lab.deep.contenders import CONTENDERS, DeepContender
+from vprop.lab.deep.contenders import CONTENDERS, DeepContender, taking_part
 from vprop.lab.deep.data import prepare
 from vprop.lab.deep.pool import TimedPool
 from vprop.lab.deep.protocol import Bench, run_cost, run_task
@@ -46,14 +49,13 @@ class DeepRequest:
 
 def tasks_named(name: str, short: bool) -> tuple[DeepTask, ...]:
     """The task of that name; of ``all`` or of a short run, all of them."""
-    if short:
-        return tuple(task for task in SHORT if task.name in (name, f"short-{name}")) or SHORT
-    if name == "all":
-        return TASKS
-    if name not in BY_NAME:
-        names = ", ".join(task.name for task in TASKS)
+    chosen = tuple(task for task in SHORT if task.name in (name, f"short-{name}")) if short else ()
+    if not chosen and name != "all" and name not in BY_NAME:
+        names = ", ".join(task.name for task in (*TASKS, *(SHORT if short else ())))
         raise UsageError(f"Unknown task {name!r}. Must be one of: {names}; all; collect; or table.")
-    return (BY_NAME[name],)
+    if short:
+        return chosen or SHORT
+    return TASKS if name == "all" else (BY_NAME[name],)
 
 
 def contenders_named(names: str) -> tuple[DeepContender, ...]:
@@ -89,17 +91,41 @@ def check_fast(names: list[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def check_device(name: str) -> None:
+    """Refuse a device that is not here: every run would fail on it by itself."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise UsageError(f"Invalid --device {name!r}: must be cpu or cuda.")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: torch finds no CUDA device here. Use --device cpu.")
+
+
+def stages_for(tuning: bool, usual: bool, cost: bool) -> tuple[str, ...]:
+    """What the options ask for, of which each stands for itself.
+
+    >>> stages_for(tuning=False, usual=True, cost=False)
+    ('seeds',)
+    """
+    asked = {"--tuning": tuning, "--usual": usual, "--cost": cost}
+    given = [name for name, is_given in asked.items() if is_given]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} do not go together: give one of them, and the command again.")
+    return {"--tuning": ("tuning",), "--usual": ("seeds",), "--cost": ("cost",)}[given[0]] if given else STAGES[:2]
+
+
 def run(request: DeepRequest, console: Console) -> bool:
     """Run what was asked for, as far as there is time, and write results; whether all of it was finished."""
+    check_device(request.how.device)
+    _require_takers(request)
     require_writable(request.how.out / "runs", request.how.out)
     contenders = _installed(request, console)
-    for task in request.tasks:
+    tasks = _with_takers(request.tasks, contenders)  # a network to be adapted is not trained for nobody
+    for task in tasks:
         prepare(task, request.data_dir, request.how.data)
     bench, store = Bench(request.how, request.data_dir), Store(request.how.out / "runs")
     pool = TimedPool(store, console, request.jobs, request.how.stop_at)
     alone = TimedPool(store, console, 1, request.how.stop_at)
     try:
-        for task in request.tasks:
+        for task in tasks:
             run_task(task, contenders, request.seeds, request.stages, bench, pool)
             if "cost" in request.stages:
                 run_cost(task, contenders, bench, alone)
@@ -114,6 +140,19 @@ def run(request: DeepRequest, console: Console) -> bool:
         write_text(log, "\n".join(f"{key}\n{trace}" for key, trace in failures.items()))
         raise LabError(f"{len(failures)} runs failed; {log} says how. The others are kept.")
     return not unfinished
+
+
+def _with_takers(tasks: tuple[DeepTask, ...], contenders: tuple[DeepContender, ...]) -> tuple[DeepTask, ...]:
+    """Those that some of the contenders take part in."""
+    return tuple(task for task in tasks if any(one.grid(task) for one in contenders))
+
+
+def _require_takers(request: DeepRequest) -> None:
+    """Refuse contenders of which none takes part in what was asked for: nothing would run, in silence."""
+    if not _with_takers(request.tasks, request.contenders):
+        names, tasks = (", ".join(one.name for one in some) for some in (request.contenders, request.tasks))
+        there = dict.fromkeys(one.name for task in request.tasks for one in taking_part(task))
+        raise UsageError(f"--only {names}: nobody of these takes part in {tasks}. Choose from {', '.join(there)}.")
 
 
 def _installed(request: DeepRequest, console: Console) -> tuple[DeepContender, ...]:
@@ -166,4 +205,6 @@ def draw(request: DeepRequest, console: Console) -> Path:
 
 def deadline(minutes: float) -> float | None:
     """The time to stop at."""
+    if not 0 <= minutes < math.inf:
+        raise UsageError(f"Invalid --minutes {minutes:g}: must be at least 0, which is no limit.")
     return time.time() + 60 * minutes if minutes else None

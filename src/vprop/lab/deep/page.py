@@ -33,12 +33,14 @@ In this first table, the best is who has the smallest NLL on the test data.
   Every contender has a grid of one to four settings; what was chosen is in the last column, the grids with their
   losses are in the results. Tuning runs are as long as the others, of Fashion-MNIST and books half as long. In the
   same way it is chosen which statistics of BatchNorm draws have, their own or the running ones: the first table and
-  the plots show that kind, the tables of the tasks show both.
+  the plots of scores and reliability show that kind, the tables of scores and outliers show both. Mixtures, and the
+  log-loss by the number of draws, are with their own.
 - **Predictions** are made at the mean of the weights, and averaged over draws: of the posterior, of dropout masks, of
   SWAG's Gaussian. Probabilities are averaged, not logits. A draw of the weights has statistics of BatchNorm of its own,
-  from 10,000 training images; rows with "running statistics" are the same draws without them. Of a network that was
-  trained with dropout, "draws with masks" are draws of the weights and of masks, "no masks" the same draws without;
-  where there is no such row, draws of a posterior are without masks.
+  from 10,000 training images; rows with "running statistics" are the same draws without them. Dropout masks, and draws
+  of the last layer alone, keep the running ones. Of a network that was trained with dropout, "draws with masks" are
+  draws of the weights and of masks, "no masks" the same draws without; where there is no such row, draws of a posterior
+  are without masks.
 - **Ensembles and mixtures** are means of the probabilities of runs with different seeds. An ensemble's members
   predict with their weights, or with dropout masks ("draws of all"), a mixture's with draws from their posteriors. A
   group costs as many trainings as it has members.
