@@ -170,6 +170,29 @@ def test_as_prior_is_the_next_optimizers_prior():
     assert abs(float(nothing.kl())) < 1e-9
 
 
+@pytest.mark.parametrize("kind", PRIORS)
+def test_the_nearest_diagonal(kind):
+    """1/σ² is the diagonal of the precision, of posterior and prior: no other diagonal has a smaller divergence."""
+    model, optimizer, _ = train_with(kind)
+    posterior = optimizer.posterior(model)
+    diagonal = posterior.as_diagonal()
+    variance = flat(diagonal.variance.values())
+    torch.testing.assert_close(variance, 1 / posterior.precision.diagonal(), rtol=1e-14, atol=0)
+    target = distribution_of(posterior)
+
+    def divergence(variance):
+        return D.kl_divergence(D.MultivariateNormal(target.mean, variance.diag()), target)
+
+    nudge = 1.01 ** torch.randn(len(variance), generator=torch.Generator().manual_seed(0), dtype=variance.dtype)
+    assert divergence(variance) < min(divergence(variance * nudge), divergence(variance / nudge))
+    prior_variance = 1 / flat([posterior.prior.precision[n].expand_as(m) for n, m in posterior.mean.items()])
+    prior_mean = flat([posterior.prior.mean[n].expand_as(m) for n, m in posterior.mean.items()])
+    prior = D.MultivariateNormal(prior_mean, prior_variance.diag())
+    expected = D.kl_divergence(D.MultivariateNormal(target.mean, variance.diag()), prior)
+    torch.testing.assert_close(diagonal.kl(), expected, rtol=1e-9, atol=0)
+    vprop.Vprop(model.parameters(), num_data=10, **diagonal.as_prior())
+
+
 def test_parameters_in_the_order_of_the_model():
     """An optimizer may hold them in another order: rows and columns go with the names of the model."""
     model = make_model(torch.float64)

@@ -9,7 +9,7 @@ from torch import nn
 
 import vprop
 from tests.harness import LOOPS, assert_same_run, make_batch, make_model, train
-from vprop.posterior import ComposedPosterior
+from vprop.posterior import ComposedPosterior, DiagonalPosterior
 
 FULL = {"structure": "full", "preconditioner": "precision", "noise_limit": math.inf, "lr": 0.05}
 COMMON = {"lr": 0.01, "num_data": 200, "batch_size": 12, "basis_every": 2}
@@ -189,5 +189,32 @@ def test_what_it_cannot_do(trained):
     posterior = trained[2]
     with pytest.raises(TypeError, match=r"as_prior\(\): a ComposedPosterior has parts of different structures, \['d"):
         posterior.as_prior()
-    with pytest.raises(TypeError, match="a ComposedPosterior cannot be merged"):
+    with pytest.raises(TypeError, match=r"a ComposedPosterior cannot be merged.*Merge \[p.as_diagonal\(\)"):
         vprop.merge([posterior, posterior])
+    with pytest.raises(TypeError, match=r"prune\(\).*posterior.as_diagonal\(\).prune\(...\)"):
+        posterior.prune(0.5)
+
+
+def test_the_nearest_diagonal_is_that_of_each_part(trained):
+    model, _, posterior = trained
+    diagonal = posterior.as_diagonal()
+    assert type(diagonal) is DiagonalPosterior
+    assert list(diagonal.mean) == list(posterior.mean)
+    own = [part.as_diagonal() for part in posterior.parts.values()]
+    for part in own:
+        for name, variance in part.variance.items():
+            assert torch.equal(diagonal.variance[name], variance)
+    torch.testing.assert_close(diagonal.entropy(), sum(part.entropy() for part in own))
+    assert diagonal.entropy() < posterior.entropy()
+    assert diagonal.ess == posterior.ess
+    following = vprop.Vprop(model.parameters(), num_data=10, **diagonal.as_prior())
+    assert torch.equal(following.param_groups[0]["prior_mean"][0], posterior.mean["0.weight"])
+    assert type(vprop.merge([diagonal, diagonal])) is DiagonalPosterior
+    diagonal.prune(0.5)
+
+
+def test_a_part_that_has_no_nearest_diagonal_is_named(trained):
+    posterior = copy.copy(trained[2])
+    posterior.parts = posterior.parts | {"full": vprop.Mixture([posterior.parts["full"]])}
+    with pytest.raises(TypeError, match=r"as_diagonal\(\): the part Mixture has no as_diagonal\(\)"):
+        posterior.as_diagonal()

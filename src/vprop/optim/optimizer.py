@@ -164,7 +164,8 @@ class VariationalOptimizer(TrainingLoops):
                     "structure",
                     wanted,
                     f"{former!r}, as it was when the group's state was made",
-                    "Make a new optimizer for another structure; posterior.as_prior() can be its prior.",
+                    "Make a new optimizer for another structure. posterior.as_diagonal().as_prior() can be the prior "
+                    "of a diagonal or full one.",
                 )
         fitting = structure_for([group["structure"] for group in groups], self._structure)
         if fitting is not self._structure:

@@ -32,5 +32,5 @@ def find(name: str) -> type[Posterior] | None:
 
 
 def registered() -> list[type[Posterior]]:
-    """All classes, in the order of registration."""
-    return list(_classes.values())
+    """All classes, in the order of their names: imports decide which is registered first."""
+    return [_classes[name] for name in sorted(_classes)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vprop.posterior import _registry
 from vprop.posterior._base import Posterior
 from vprop.posterior.calibrated import Scales
+from vprop.posterior.diagonal import DiagonalPosterior, nearest_diagonal
 from vprop.posterior.prior import GaussianPrior
 
 _STRIDE = 0x9E3779B97F4A7C15
@@ -25,7 +26,10 @@ class ComposedPosterior(Posterior):
     """
 
     structure = "composed"
-    _instead = "Ask its parts, which are independent of each other: posterior.parts[name].{question}(...)."
+    _instead = (
+        "Ask its parts, which are independent of each other: posterior.parts[name].{question}(...); or "
+        "posterior.as_diagonal().{question}(...), which leaves correlations out."
+    )
 
     def __init__(
         self,
@@ -82,11 +86,23 @@ class ComposedPosterior(Posterior):
     def _sum(self, terms: Any) -> Tensor:
         return torch.stack([term.cpu().double() for term in terms]).sum()
 
+    def as_diagonal(self) -> DiagonalPosterior:
+        """The diagonal posterior of the least KL divergence from this one: that of each part."""
+        without = [part for part in self.parts.values() if not hasattr(part, "as_diagonal")]
+        if without:
+            raise TypeError(
+                f"as_diagonal(): the part {type(without[0]).__name__} has no as_diagonal(). Write one, or ask the "
+                "parts that have one: posterior.parts[...].as_diagonal()."
+            )
+        diagonals = [cast(Any, part).as_diagonal() for part in self.parts.values()]
+        return nearest_diagonal(self, {name: value for part in diagonals for name, value in part.variance.items()})
+
     def as_prior(self) -> dict[str, Any]:
         """Not possible in one: each part has its own."""
         raise TypeError(
             f"as_prior(): a ComposedPosterior has parts of different structures, {sorted(self.parts)}, with priors of "
-            "different forms. Use posterior.parts[...].as_prior() of one part for the group of its parameters."
+            "different forms. Use posterior.parts[...].as_prior() of one part for the group of its parameters; or "
+            "posterior.as_diagonal().as_prior(), which leaves correlations out, for a diagonal optimizer."
         )
 
     # -- linearised, last layers, calibrated -------------------------------------------------------------------

@@ -98,6 +98,10 @@ class DiagonalPosterior(Posterior):
         """½ Σ [ λσ² + λ(μ−m₀)² − 1 − log λσ² ]."""
         return independent_kl(self.mean, self._variance, self.prior)
 
+    def as_diagonal(self) -> DiagonalPosterior:
+        """What it is already: of posteriors with correlations the diagonal that is nearest to them."""
+        return copy.copy(self)
+
     def as_prior(self) -> dict[str, list[Tensor]]:
         """``prior_mean`` and ``prior_precision`` for the next optimizer, in the order of ``mean``.
 
@@ -193,6 +197,20 @@ def independent_kl(means: Mapping[str, Tensor], variances: Mapping[str, Tensor],
         scaled = precision * variances[name]
         terms.append(0.5 * (scaled + precision * distance.square() - 1 - scaled.log()))
     return _total(terms)
+
+
+def nearest_diagonal(posterior: Posterior, variance: Mapping[str, Tensor]) -> DiagonalPosterior:
+    """N(μ, 1/diag P) for a posterior N(μ, P⁻¹), given these variances by name.
+
+    Of all diagonal posteriors it has the least KL divergence from the given one. Of a prior with correlations the
+    diagonal of the precision is left, too.
+    """
+    mean = {name: value.clone() for name, value in posterior.mean.items()}
+    prior = posterior.prior._replace(precision_matrix=None)
+    own = {name: variance[name].clone() for name in mean}
+    other = DiagonalPosterior(posterior.model, mean, own, prior, **rest_of(posterior))
+    other.head, other.constants = posterior.head, posterior.constants
+    return other
 
 
 def _total(terms: list[Tensor]) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from vprop.functional import eigenbasis
 from vprop.posterior._base import Posterior
-from vprop.posterior._kept import rest_of
-from vprop.posterior.diagonal import DiagonalPosterior, _total, independent_entropy, independent_kl
+from vprop.posterior.diagonal import DiagonalPosterior, _total, independent_entropy, independent_kl, nearest_diagonal
 from vprop.posterior.forgetting import lost_positivity
 from vprop.posterior.prior import GaussianPrior
 
@@ -121,10 +120,7 @@ class EigenbasisPosterior(Posterior):
             precisions = self._as_matrix(name, rotated.reciprocal())
             diagonal = eigenbasis.diagonal_of_rotated_back(precisions, *self._bases(name))
             variance[name] = diagonal.reciprocal().reshape(rotated.shape)
-        mean = {name: value.clone() for name, value in self.mean.items()}
-        other = DiagonalPosterior(self.model, mean, variance, self.prior, **rest_of(self))
-        other.head, other.constants = self.head, self.constants
-        return other
+        return nearest_diagonal(self, variance)
 
     def as_prior(self) -> dict[str, Any]:
         """Not possible: no optimizer takes a prior that is diagonal in other coordinates than the weights'."""

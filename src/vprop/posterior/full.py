@@ -14,6 +14,7 @@ from vprop.posterior._base import Posterior
 from vprop.posterior._columns import columns_of
 from vprop.posterior._kept import KEPT, kept_prior, rest_of
 from vprop.posterior._shards import total, why
+from vprop.posterior.diagonal import DiagonalPosterior, nearest_diagonal
 from vprop.posterior.forgetting import lost_positivity
 from vprop.posterior.prior import GaussianPrior
 
@@ -116,6 +117,14 @@ class FullPosterior(Posterior):
             trace, pull = precision @ self.covariance.diagonal(), precision @ distance.square()
             log_det = precision.log().sum()
         return (0.5 * (trace + pull - self.num_parameters - log_det + self._log_det_precision())).cpu()
+
+    @torch.no_grad()
+    def as_diagonal(self) -> DiagonalPosterior:
+        """The diagonal posterior of the least KL divergence from this one: 1/σ² is the diagonal of P.
+
+        So its variances are smaller than those of this one, which are the diagonal of P⁻¹.
+        """
+        return nearest_diagonal(self, self._by_name(self.precision.diagonal().reciprocal()))
 
     def as_prior(self) -> dict[str, Any]:
         """``prior_mean`` and ``prior_precision`` (the matrix P) for the next full-covariance optimizer.
