@@ -5,17 +5,10 @@ import math
 import pytest
 import torch
 
+from tests.random_matrices import orthogonal, random
 from vprop.functional import eigenbasis
 
 EPS = torch.finfo(torch.float64).eps
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def orthogonal(size, seed=0):
-    return torch.linalg.qr(random(size, size, seed=seed)).Q
 
 
 def with_spectrum(values, seed=0):

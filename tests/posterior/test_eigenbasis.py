@@ -7,17 +7,8 @@ import torch
 from torch import nn
 
 import vprop
+from tests.random_matrices import DOUBLE, orthogonal, random
 from vprop.posterior import EigenbasisPosterior, GaussianPrior
-
-DOUBLE = torch.float64
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
-
-
-def orthogonal(size, seed):
-    return torch.linalg.qr(random(size, size, seed=seed)).Q.contiguous()
 
 
 def make(dtype=DOUBLE):
