@@ -162,3 +162,13 @@ def test_a_loss_that_is_not_finite_is_not_hidden():
     posterior = posterior_of(FLAT)
     batches = [(randn(2, 4), torch.tensor([0, -100])), (torch.full((2, 4), math.nan).double(), torch.tensor([0, 1]))]
     assert posterior.elbo(batches, num_samples=2, loss_fn=F.cross_entropy).isnan()
+
+
+@pytest.mark.parametrize("arguments", [(randn(ROWS, 4), labels()), (randn(ROWS, 4).numpy(),), ({"x": 1},), (3,)])
+def test_inputs_are_no_objective(arguments):
+    """Not even where the targets stand in the place of the number of samples, as `elbo(x, y)` has them."""
+    model = nn.Linear(4, 3)
+    posterior = Vprop(model.parameters(), num_data=20).posterior(model)
+    kind = type(arguments[0]).__name__
+    with pytest.raises(TypeError, match=rf"elbo\(objective\): got {kind}, must be a vprop.Objective or a loader"):
+        posterior.elbo(*arguments)

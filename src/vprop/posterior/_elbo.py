@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,15 +29,21 @@ class ElboEstimate(NamedTuple):
     kl: float
 
 
-def batches_of(
-    objective: Objective | Iterable[Any], loss_fn: LossFunction | None, where: str = "elbo"
-) -> Iterator[tuple[Any, Any, LossFunction]]:
-    """(x, y, loss function) of every batch of an objective or a loader. ``where`` names the method in messages."""
-    if not isinstance(objective, Iterable | Objective):
+def check_objective(objective: Any, where: str) -> None:
+    """Refuse what has no batches; inputs by themselves, over whose rows one could go, have none either."""
+    inputs = isinstance(objective, str | Mapping) or hasattr(objective, "__array__")
+    if inputs or not isinstance(objective, Iterable | Objective):
         raise TypeError(
             f"{where}(objective): got {type(objective).__name__}, must be a vprop.Objective or a loader of batches. "
             "Pass vprop.Objective(model, loss_fn, x, y), or a DataLoader with loss_fn=..."
         )
+
+
+def batches_of(
+    objective: Objective | Iterable[Any], loss_fn: LossFunction | None, where: str = "elbo"
+) -> Iterator[tuple[Any, Any, LossFunction]]:
+    """(x, y, loss function) of every batch of an objective or a loader. ``where`` names the method in messages."""
+    check_objective(objective, where)
     if loss_fn is not None:
         check_loss(loss_fn, f"{where}(loader, loss_fn=...)")
     for batch in [objective] if isinstance(objective, Objective) else objective:
@@ -85,6 +91,7 @@ def elbo_estimate(
     seed: int,
 ) -> ElboEstimate:
     """See :meth:`vprop.Posterior.elbo_estimate`."""
+    check_objective(objective, "elbo")
     num_samples, seed = check_num_samples(num_samples), check_seed(seed)
     if posterior.ess is None:
         raise ValueError(

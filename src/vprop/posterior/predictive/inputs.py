@@ -233,5 +233,5 @@ def _tensor_from(array: Any) -> Tensor:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"predict(x): got {described(values)}, must be an array of numbers. Encode what is text or a category, and "
-            "use one dtype for all columns."
+            "use one dtype for all columns, as x.astype('float32') does."
         ) from error
