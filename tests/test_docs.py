@@ -121,6 +121,8 @@ def test_the_page_on_the_eigenbasis_says_what_was_measured():
         assert f"{row['elbo']:.1f} ± {row['elbo_std']:.1f}" in text, row["method"]
     for row in [*results_of("concrete"), *results_of("energy")]:
         assert f"{row['log_likelihood']:.3f} ± {row['std']:.3f}" in text, row["structure"]
+        gain = f"{row['gain']:+.3f} ± {row['gain_error']:.3f} | {row['splits_won']} of {len(row['values'])} |"
+        assert gain in text, row["noise_limit"]
     for row in results_of("step"):
         assert f"{1000 * row['seconds']:.1f} ms" in text, row["name"]
     losses = [("mean", "nll"), ("averaged", "nll")]

@@ -49,6 +49,7 @@ In this first table, the best is who has the smallest NLL on the test data.
   outliers that pass when 95 % of the test data do.
 - **Training on a GPU** is in bfloat16 (autocast), predictions in float16 with float64 sums. A step is one CUDA graph.
   Several runs go side by side, except those that are timed.
+  A CPU trains in float32, or in bfloat16 if it is asked to (`--fast bfloat16`), and predicts in float32.
 """
 
 

@@ -92,7 +92,6 @@ TASKS = (
     _CIFAR,
     replace(
         _CIFAR, name="cifar10-40-cpu", title="CIFAR-10, ResNet-20, 40 epochs, 16 draws", samples=16, outliers=(),
-        tuned_on="fashion",
     ),
     replace(
         _CIFAR, name="cifar10-noise", title="CIFAR-10 with 10 % wrong labels, ResNet-20, 40 epochs", label_noise=0.1,
