@@ -91,8 +91,8 @@ class Folding:
         """Take the products of this step into the averages that the bases follow.
 
         A gradient that is not finite, or whose squares are not, counts as none, and so do samples whose squares add up
-        to infinity. The scale of an average does not
-        matter to its eigenvectors, so that nothing is divided by what the weights of its terms sum up to.
+        to infinity. The scale of an average does not matter to its eigenvectors, so that nothing is divided by what the
+        weights of its terms sum up to.
         """
         if self.direct is not None:
             assert self.folded is not None
