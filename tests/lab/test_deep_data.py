@@ -126,6 +126,20 @@ def test_a_kept_copy_is_what_was_read(tmp_path):
     data._raw_images.cache_clear()
 
 
+def test_two_commands_may_keep_the_same_data_at_once(tmp_path, monkeypatch):
+    path, tensors, write = tmp_path / "images.npz", {"x": torch.arange(5)}, np.savez
+
+    def write_beside_another(*args, **kwargs):
+        write(*args, **kwargs)
+        monkeypatch.setattr(np, "savez", write)
+        data._keep(path, tensors)
+
+    monkeypatch.setattr(np, "savez", write_beside_another)
+    data._keep(path, tensors)
+    assert torch.equal(data._copy(path)["x"], tensors["x"])
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_adapters_share_their_characters_with_the_text_before():
     task = replace(TEXT, family="lora", pretraining="words")
     assert data.text(task, "final", None, CPU).characters == data.text(task, "final", None, CPU, "words").characters

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vprop.files import replacing
 from vprop.lab.data import files, load
 from vprop.lab.data.load import scikit_learn
 from vprop.lab.deep.tasks import DeepTask, Part
@@ -166,9 +167,8 @@ def _raw_text(name: str, data_dir: Path | None) -> str:
 def _keep(path: Path, tensors: dict[str, Tensor]) -> None:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".part.npz")  # whole or not at all
-        np.savez(partial, **{name: tensor.numpy() for name, tensor in tensors.items()})  # type: ignore[arg-type]
-        partial.replace(path)
+        with replacing(path) as part, part.open("wb") as file:  # another command may be keeping the same data
+            np.savez(file, **{name: tensor.numpy() for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 
 def _copy(path: Path) -> dict[str, Tensor] | None:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vprop.files import replacing
+
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -133,9 +135,8 @@ def save_text(path: Path, at_mean: Averaged, draws: Averaged | None, y: Tensor) 
 
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part.npz")  # whole or not at all: a run may be stopped at any time
-    np.savez_compressed(partial, **arrays)  # type: ignore[arg-type]
-    partial.replace(path)
+    with replacing(path) as part, part.open("wb") as file:  # a run may be stopped at any time
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def load(path: Path, kind: str) -> tuple[dict[str, Averaged], Tensor]:

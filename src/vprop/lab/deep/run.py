@@ -6,7 +6,6 @@ import gc
 import hashlib
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import vprop
+from vprop.files import replacing
 from vprop.lab.deep import draws, predictions
 from vprop.lab.deep.contenders import BY_NAME, DeepContender
 from vprop.lab.deep.predictions import Averaged, Forward
@@ -313,9 +313,8 @@ def median_sigma(optimizer: Optimizer, model: nn.Module) -> float | None:
 def save_weights(model: nn.Module, path: Any) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, partial)
-    os.replace(partial, path)
+    with replacing(path) as part:
+        torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, part)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from vprop.files import replacing
 from vprop.lab.deep.swag import SWAG
 
 
@@ -36,9 +36,8 @@ class Unfinished:
             "swag": None if self.swag is None else self.swag.state_dict(),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".part")
-        torch.save(state, partial)
-        os.replace(partial, self.path)
+        with replacing(self.path) as part:
+            torch.save(state, part)
 
     def load(self) -> int:
         """Put everything back; how many steps were made. 0 if there is nothing to go on from."""
