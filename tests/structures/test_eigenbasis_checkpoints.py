@@ -70,6 +70,35 @@ def test_a_run_goes_on_where_it_was_saved():
         assert all(torch.equal(value, resumed.state[q][key]) for key, value in optimizer.state[p].items())
 
 
+@pytest.mark.parametrize("kind", [vprop.Vario, vprop.Vprop, vprop.IVON])
+def test_a_run_with_layers_that_join_late_goes_on_where_it_was_saved(kind):
+    """Those that get their momentum later are in the same batches as after a checkpoint, with the same roundings."""
+
+    def build():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layers = [nn.Linear(65, 65), nn.Tanh(), nn.Linear(65, 65), nn.Tanh(), nn.Linear(65, 3)]
+        model, facts = nn.Sequential(*layers), {} if kind is vprop.IVON else {"batch_size": 16}
+        betas = (0.9, 0.99999) if kind is vprop.IVON else (0.9, 0.999)
+        return model, kind(model.parameters(), num_data=64, structure="eigenbasis", betas=betas, **facts)
+
+    def run(model, optimizer, steps):
+        for step in steps:
+            model[0].requires_grad_(step >= 3)
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(16, 65, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+            optimizer.step(vprop.Objective(model, nn.functional.cross_entropy, x, y))
+
+    (model, optimizer), (other, resumed) = build(), build()
+    run(model, optimizer, range(6))
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    run(model, optimizer, range(6, 40))
+    run(other, resumed, range(6, 40))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 # -- a model that changes its precision --------------------------------------------------------------------------------
 
 

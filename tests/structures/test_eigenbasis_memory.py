@@ -156,6 +156,28 @@ def test_frozen_parameters_do_not_hold_the_memory_of_the_others():
     assert step_without([]) == first
 
 
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_the_memory_of_a_parameter_that_is_removed_is_freed(gone):
+    weights = [nn.Parameter(random(12, 12, seed=i).float()) for i in range(3)]
+    optimizer = vprop.Vario(weights, num_data=20, batch_size=4, structure="eigenbasis", basis_every=2)
+
+    def step():
+        with optimizer.sampled_params():
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+    step()
+    weights = [weight for i, weight in enumerate(weights) if i != gone]
+    (left,) = set(optimizer.param_groups[0]["params"]) - set(weights)
+    optimizer.param_groups[0]["params"] = weights
+    del optimizer.state[left]
+    step()
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}
+    assert sum(held.values()) == sum(value.nbytes for value in tensors)
+
+
 def test_what_others_keep_in_the_state_is_left_alone():
     weight = nn.Parameter(random(3, 4).float())
     optimizer = vprop.Vario([weight], num_data=20, batch_size=4, structure="eigenbasis")

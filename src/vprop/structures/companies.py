@@ -112,6 +112,8 @@ class Company:
         pairs = [pair for batch in found for pair in batch]
         self.members, self.states = [member for member, _ in pairs], [state for _, state in pairs]
         self.kept = keep
+        self.with_momentum = ["momentum" in state for state in self.states]
+        """When they were put together: those that get one later belong to other batches, as after loading them."""
         self.params = [member.p for member in self.members]
         self.lengths = [p.numel() for p in self.params]
         self.size, self.device, self.dtype = sum(self.lengths), self.params[0].device, compute_dtype(self.params[0])
@@ -142,6 +144,7 @@ class Company:
         """Whether these are its states, and their tensors lie where they did, whoever may have moved them."""
         return (
             all(mine is found for mine, found in zip(self.states, states, strict=True))
+            and self.with_momentum == ["momentum" in state for state in states]
             and self._found_addresses() == self._addresses
             and all(p.dtype == self.params[0].dtype and p.device == self.device for p in self.params)
         )
@@ -156,8 +159,8 @@ class Company:
         states = self.states if states is None else states
         tensors = [state[key] for state in states]
         lying = in_a_row(tensors)
-        if lying is not None:
-            return lying
+        if lying is not None and not (self.kept and lying.untyped_storage().nbytes() > lying.nbytes):
+            return lying  # not beside what a parameter has left that is gone: its memory would stay
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         if self.kept:
             pieces = flat.split([tensor.numel() for tensor in tensors])
