@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 
+from vprop.calling import Untouched, call_with_weights, model_arguments
 from vprop.checks import check_loss, check_model
 from vprop.likelihood import Likelihood, LikelihoodLike, likelihood_of, snapshot_likelihood
 from vprop.likelihood.kinds import likelihood_module_of
 from vprop.likelihood.terms import LossWatch
-from vprop.replica import Replica
 from vprop.wrappers import data_parallel_group, has_fsdp, unwrapped
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -58,7 +56,7 @@ class Objective:
         """Without wrappers, for those who look inside; a call goes through them."""
         self.process_group = data_parallel_group(model)
         """Over whose ranks the examples are spread, if the model is in DistributedDataParallel."""
-        self._outermost = model
+        self._outermost, self._call = model, Untouched()
         self.loss_fn = loss_fn
         self.x = x
         self.y = y
@@ -90,7 +88,7 @@ class Objective:
     def __call__(self) -> Tensor:
         """Clear the gradients, compute the loss and its gradients at the current weights."""
         self._outermost.zero_grad(set_to_none=True)
-        loss = self.loss_fn(call_model(self._outermost, self.x), self.y)
+        loss = self.loss_fn(self._call(self._outermost, *model_arguments(self.x)), self.y)
         _require_mean(loss)
         loss.backward()
         self.last_loss = loss.detach()
@@ -144,38 +142,6 @@ def _require_mean(loss: Any) -> None:
             f"Objective: loss_fn returned a tensor of shape {tuple(loss.shape)}, must return one number, the mean over "
             "the batch. Use reduction='mean', or .mean()."
         )
-
-
-def call_model(model: Callable[..., Any], x: Any) -> Any:
-    """``model(x)``, with a tuple as positional and a dict as keyword arguments; x stays as it is."""
-    args, kwargs = copied(model_arguments(x))
-    return model(*args, **kwargs)
-
-
-@torch.compiler.disable  # it would compile anew for every replica
-def call_with_weights(model: nn.Module, weights: Mapping[str, Tensor], x: Any) -> Any:
-    """``model(x)`` with other weights and buffers; the model itself is not touched."""
-    replica = Replica(model)
-    replica.load(weights)
-    return call_model(replica, x)
-
-
-def model_arguments(x: Any) -> tuple[tuple, dict[str, Any]]:
-    """Positional and keyword arguments that ``x`` stands for."""
-    if isinstance(x, Mapping):
-        return (), dict(x)
-    if isinstance(x, tuple | list) and not isinstance(x, PackedSequence):
-        return tuple(x), {}
-    return (x,), {}
-
-
-def copied(x: Any) -> Any:
-    """The same with copies of its tensors: a model that writes into its inputs changes what the next call would see."""
-    return tree_map(
-        lambda value: value.clone() if isinstance(value, Tensor) else value,
-        x,
-        is_leaf=lambda value: isinstance(value, PackedSequence),
-    )
 
 
 def batch_size_of(y: Any) -> int:

@@ -17,10 +17,10 @@ from torch.nn.utils import parametrizations
 import vprop.curvature._single_examples as single_examples
 import vprop.curvature.per_example as per_example
 from vprop import VOGN, Objective
+from vprop.calling import call_model
 from vprop.curvature import PerExampleGaussNewton
 from vprop.curvature._layer_calls import LayerCall, NotByLayersError
 from vprop.noise import Draw, Stream
-from vprop.objective import call_model
 
 EXAMPLES = 7
 

@@ -20,10 +20,10 @@ from tests.integrations.huggingface_harness import (
     vprop_for,
 )
 from vprop import GaussianLikelihood, metrics
+from vprop.calling import call_with_weights
 from vprop.integrations._scores import CategoricalScores
 from vprop.integrations.huggingface import PosteriorCallback
 from vprop.integrations.huggingface._scores import score
-from vprop.objective import call_with_weights
 
 SAMPLES = 3
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.func import jacrev
 from torch.nn.functional import one_hot
 
+from vprop.calling import call_with_weights
 from vprop.checks import check_model, invalid, is_finite
 from vprop.likelihood import Likelihood, check_likelihood
-from vprop.objective import call_with_weights
 from vprop.precision import as_tensor
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vprop.calling import call_model
 from vprop.checks import check_model, check_num_samples, check_seed
 from vprop.likelihood import Likelihood
-from vprop.objective import call_model
 from vprop.posterior import Prediction
 from vprop.posterior.predictive.dropout import dropout_layers, dropping
 from vprop.posterior.predictive.masks import Masks

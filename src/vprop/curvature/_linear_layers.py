@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vprop.calling import call_model
 from vprop.curvature._second_derivatives import backward_directions
-from vprop.objective import Objective, call_model
+from vprop.objective import Objective
 
 _PER_EXAMPLE = (
     nn.Identity, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU,

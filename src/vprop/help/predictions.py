@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vprop.calling import call_model
 from vprop.checks import shown
 from vprop.likelihood.terms import LossCall, LossWatch
-from vprop.objective import Objective, batch_size_of, call_model
+from vprop.objective import Objective, batch_size_of
 from vprop.posterior import Posterior
 from vprop.replica import evaluating_replicas
 from vprop.wrappers import refuse_sharded

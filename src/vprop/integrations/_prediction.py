@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vprop.objective import call_model
+from vprop.calling import call_model
 
 
 def sampled_outputs(models: Iterable[Callable[..., Any]], x: Any) -> Iterator[Any]:

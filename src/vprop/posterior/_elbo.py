@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vprop.calling import Untouched, model_arguments
 from vprop.checks import check_loss, check_num_samples, check_seed
 from vprop.likelihood.terms import LossWatch
-from vprop.objective import LossFunction, Objective, batch_size_of, call_model
+from vprop.objective import LossFunction, Objective, batch_size_of
 from vprop.posterior.predictive.models import drawn_models
 from vprop.wrappers import refuse_sharded
 
@@ -99,13 +100,13 @@ def elbo_estimate(
             "different num_data or temperature. Use the same in all of them."
         )
     # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
-    losses, examples = [0.0] * num_samples, 0.0
+    losses, examples, call = [0.0] * num_samples, 0.0, Untouched()
     refuse_sharded(posterior.model, "elbo()")
     for x, y, batch_loss in batches_of(objective, loss_fn):
         size, watch = 0.0, LossWatch()
         for k, model in enumerate(drawn_models(posterior, num_samples, seed)):
             with watch if k == 0 else nullcontext():
-                loss = batch_loss(call_model(model, x), y)
+                loss = batch_loss(call(model, *model_arguments(x)), y)
             if k == 0:
                 _require_one_number(loss)
                 size = size_of_batch(watch, loss, y)

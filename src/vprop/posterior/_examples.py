@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jacrev, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vprop.calling import call_model
 from vprop.checks import check_loss, invalid, is_finite
 from vprop.curvature.example_rows import example_rows
 from vprop.curvature.per_example import NUMBERS_AT_A_TIME, refuse_batchnorm_without_statistics, weight_of_one
 from vprop.likelihood import GaussianLikelihood, HeteroscedasticGaussianLikelihood
 from vprop.likelihood.terms import LossWatch
-from vprop.objective import LossFunction, Objective, call_model
+from vprop.objective import LossFunction, Objective
 from vprop.posterior._elbo import batches_of
 from vprop.posterior._example_checks import (
     check_labels,

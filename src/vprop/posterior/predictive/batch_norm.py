@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vprop.calling import copied, model_arguments
 from vprop.checks import check_model
-from vprop.objective import copied, model_arguments
 from vprop.posterior.predictive.dropout import DrawMasks, dropping
 from vprop.posterior.predictive.functions import told_with_input
 from vprop.posterior.predictive.inputs import batches_of, has_rows, is_loader, leaves, mapped

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vprop import replica
-from vprop.objective import copied, model_arguments
+from vprop.calling import Seen, Untouched, copied, model_arguments
 from vprop.posterior.predictive import masks as _masks
 from vprop.posterior.predictive.dropout import dropping
 from vprop.posterior.predictive.inputs import described, leaves, mapped
@@ -69,8 +69,7 @@ class WholeModel(ModelFunction):
 
     def __init__(self, posterior: Posterior) -> None:
         super().__init__(posterior)
-        self._changes_input: bool | None = None
-        """Whether the model writes into its inputs; not known before the first call."""
+        self._call = Untouched()
 
     def prepare(self, x: Any) -> Prepared:
         """The arguments that the input stands for."""
@@ -88,34 +87,7 @@ class WholeModel(ModelFunction):
             own = self._replica
             own.load(weights)
         with dropping(own, masks):
-            return logits_of(self._output(own, prepared))
-
-    def _output(self, own: Replica, prepared: Prepared) -> Any:
-        """Every draw sees the inputs as they were given, also where the model writes into them."""
-        if self._changes_input is False:
-            return own(*prepared.args, **prepared.kwargs)
-        args, kwargs = copied((prepared.args, prepared.kwargs))
-        seen = _Seen(list(leaves((args, kwargs)))) if self._changes_input is None else None
-        output = own(*args, **kwargs)
-        if seen is not None:
-            self._changes_input = seen.is_changed()
-        return output
-
-
-class _Seen:
-    """Tensors as they are now, to be told later whether somebody wrote into them."""
-
-    def __init__(self, values: list[Any]) -> None:
-        self.values = values
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        # Tensors of inference mode have no version, so they are compared with a copy.
-        self._kept = [(t, t.clone() if t.is_inference() else t._version) for t in tensors]
-
-    def is_changed(self) -> bool:
-        """Whether any of them was written into, whatever with."""
-        return any(
-            not torch.equal(t, kept) if isinstance(kept, Tensor) else t._version != kept for t, kept in self._kept
-        )
+            return logits_of(self._call(own, prepared.args, prepared.kwargs))
 
 
 class HeadOnly(ModelFunction):
@@ -129,14 +101,14 @@ class HeadOnly(ModelFunction):
     def prepare(self, x: Any) -> Prepared:
         """Run the model once, at the mean, and keep what its head was called with."""
         own = self._replica = self._fresh()
-        module, inputs, outputs = own.module(self._head), list[Any](), list[_Seen]()
+        module, inputs, outputs = own.module(self._head), list[Any](), list[Seen]()
 
         def keep_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs.append((copied((args, kwargs)), _Seen(list(leaves((args, kwargs))))))
+            inputs.append((copied((args, kwargs)), Seen(list(leaves((args, kwargs))))))
 
         def keep_output(module: nn.Module, args: Any, output: Any) -> None:
             self._changes_input = inputs[-1][1].is_changed()
-            outputs.append(_Seen([output, getattr(output, "logits", output)]))
+            outputs.append(Seen([output, getattr(output, "logits", output)]))
 
         # Before all other hooks and after them: the module is called again with what was given to it.
         before = module.register_forward_pre_hook(keep_input, prepend=True, with_kwargs=True)
@@ -156,7 +128,7 @@ class HeadOnly(ModelFunction):
         (args, kwargs), _ = inputs[0]
         return Prepared(args, kwargs, self._tail(result, outputs[0]))
 
-    def _tail(self, result: Tensor, seen: _Seen) -> tuple[int, ...] | None:
+    def _tail(self, result: Tensor, seen: Seen) -> tuple[int, ...] | None:
         """How the model's output follows from the head's: it is the same, or the same numbers in another shape."""
         output, same = seen.values[0], any(result is value for value in seen.values)
         changed = seen.is_changed()
