@@ -138,3 +138,36 @@ def test_no_part_of_a_composition_is_updated_when_another_cannot_be(structures, 
         assert all(torch.equal(value, optimizer.state[p][key]) for key, value in state.items())
     one_step(params, optimizer, 1.0)
     assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2]
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_refused_closure_leaves_no_sample_behind_so_that_an_edit_helps(attached):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        return model, vprop.Vario(model.parameters(), num_data=8, batch_size="objective")
+
+    def closure_of(model, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 2)).square().mean()
+            loss.backward()
+            return loss
+
+        return closure
+
+    (model, optimizer), (other_model, other) = make(), make()
+    if attached:
+        optimizer.attach(model)
+        closure_of(model, optimizer)()
+    else:
+        with optimizer.sampled_params():
+            closure_of(model, optimizer)()
+    with pytest.raises(ValueError, match='batch_size="objective" needs'):
+        optimizer.step(closure_of(model, optimizer))
+    for one in (optimizer, other):
+        one.param_groups[0]["batch_size"] = 4
+    optimizer.step(closure_of(model, optimizer))
+    other.step(closure_of(other_model, other))
+    for p, q in zip(model.parameters(), other_model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)  # a sample was in and out

@@ -294,9 +294,31 @@ def test_training_refusals():
     with pytest.raises(ValueError, match=r"GaussianLikelihood has parameters to be learned, \['log_noise_variance'\]"):
         train(loss_fn=vprop.GaussianLikelihood(0.3))
     same = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="it returned the same model twice"):
-        vprop.train_mixture(lambda: same, make_optimizer, (batch,), F.mse_loss)
+    for again in (lambda: same, lambda: nn.DataParallel(same)):
+        with pytest.raises(ValueError, match="it returned the same model twice"):
+            vprop.train_mixture(again, make_optimizer, (batch,), F.mse_loss)
     assert train(loss_fn=vprop.GaussianLikelihood(0.3, learnable=False)).noise_variance == pytest.approx(0.3)
+
+
+def test_a_dataset_of_batches_is_a_loader():
+    class Batches(torch.utils.data.Dataset):
+        def __getitem__(self, i):
+            if i >= 2:
+                raise IndexError
+            return torch.ones(2, 1), torch.ones(2, 1)
+
+    runs = [
+        vprop.train_mixture(
+            lambda: nn.Linear(1, 1),
+            lambda model, seed: vprop.Vprop(model.parameters(), num_data=4, seed=seed),
+            loader,
+            F.mse_loss,
+            members=2,
+        )
+        for loader in (Batches(), [Batches()[0], Batches()[1]])
+    ]
+    for one, other in zip(*(run.members for run in runs), strict=True):
+        assert all(torch.equal(value, other.mean[name]) for name, value in one.mean.items())
 
 
 def test_what_the_functions_return_is_looked_at_before_anything_is_trained():

@@ -14,6 +14,7 @@ from vprop.likelihood import LikelihoodLike, likelihood_of
 from vprop.objective import LossFunction, Objective
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.posterior import Mixture, Posterior
+from vprop.wrappers import unwrapped
 
 
 def train_mixture(
@@ -65,7 +66,7 @@ def train_mixture(
             torch.manual_seed(number)
             model = make_model()
             check_model(model, "train_mixture(make_model, ...): what it returned")
-            if any(model is posterior.model for posterior in posteriors):
+            if any(unwrapped(model) is posterior.model for posterior in posteriors):
                 raise ValueError(
                     "train_mixture(make_model, ...): it returned the same model twice, must return a new one each "
                     "time: members would be one network, trained on and on. Pass e.g. lambda: MyModel()."
@@ -149,7 +150,8 @@ def _train(
 
 def _pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """The batches, if they are pairs: rows of a tensor in the place of a loader would be taken apart."""
-    if isinstance(loader, torch.Tensor) or not isinstance(loader, Iterable):
+    is_read = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")  # a Dataset of batches has the second only
+    if isinstance(loader, torch.Tensor) or not is_read:
         raise TypeError(
             f"train_mixture(loader): got a {type(loader).__name__}, must be a loader of batches (x, y). Pass a "
             "DataLoader or a list of them."

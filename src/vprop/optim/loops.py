@@ -148,16 +148,9 @@ class TrainingLoops(Optimizer):
         elif sampling.drawn_samples or not sampling.is_mean:
             sampling.start_over()
         steps, structure = self._prepare(), self._structure
-        if structure.needs_objective and not isinstance(closure, Objective):
-            refusals.require_objective(type(self).__name__)
-        if isinstance(closure, Objective) and not structure.needs_objective:  # those who need it look closer
-            refusals.refuse_sum(closure, self.param_groups[0]["num_data"])
-        structure.examples = closure.examples_on_all_ranks() if isinstance(closure, Objective) else None
-        structure.most_examples = max(structure.most_examples, structure.examples or 0)
-        if structure.asks_objective:
-            structure.require_batch_sizes()
         losses: list[Any] = []
         try:
+            self._look_at(closure)
             for sample in range(max(1, steps[0].samples)):
                 self._enter(sample, Holder.CALLER, steps)
                 with torch.enable_grad():
@@ -168,13 +161,25 @@ class TrainingLoops(Optimizer):
                 if structure.needs_objective:
                     structure.observe(closure, sample)  # type: ignore[arg-type]
         except BaseException:
-            # A sample that was not finished must not be mistaken for one that was.
+            # A sample that was not finished must not be mistaken for one that was; and an edit of a group must count.
             sampling.start_over()
             raise
         sampling.holder = None
         if len(losses) == 1:
             return losses[0]
         return None if any(loss is None for loss in losses) else mean_result(losses)
+
+    def _look_at(self, closure: Callable[[], Any]) -> None:
+        """Tell the structure what the closure says of its batch; refuse one that says too little."""
+        structure = self._structure
+        if structure.needs_objective and not isinstance(closure, Objective):
+            refusals.require_objective(type(self).__name__)
+        if isinstance(closure, Objective) and not structure.needs_objective:  # those who need it look closer
+            refusals.refuse_sum(closure, self.param_groups[0]["num_data"])
+        structure.examples = closure.examples_on_all_ranks() if isinstance(closure, Objective) else None
+        structure.most_examples = max(structure.most_examples, structure.examples or 0)
+        if structure.asks_objective:
+            structure.require_batch_sizes()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; between two samples of one step, fold the first one's before."""
