@@ -215,6 +215,34 @@ def test_weights_of_classes_and_ignored_labels():
             posterior.sensitivity(iter(batches), loss_fn=nn.CrossEntropyLoss(weight=weights))
 
 
+@pytest.mark.parametrize("loss", ["mean over outputs", "weights of classes"])
+def test_outputs_in_a_dictionary_count_like_a_tensor(loss):
+    class Named(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return {"out": self.layer(x)}
+
+    generator = torch.Generator().manual_seed(0)
+    x, layer = torch.randn(8, 3, generator=generator), nn.Linear(3, 4)
+    if loss == "mean over outputs":
+        y, loss_fn = torch.randn(8, 4, generator=generator), F.mse_loss
+    else:
+        y = torch.randint(0, 4, (8,), generator=generator)
+        loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.2, 1.0]))
+    batches = list(zip(x.split(3), y.split(3), strict=True))
+    changes = []
+    for model, own in ((layer, loss_fn), (Named(layer), lambda output, y: loss_fn(output["out"], y))):
+        posterior = vprop.Vprop(model.parameters(), num_data=8).posterior(model)
+        changes.append(posterior.sensitivity(batches, loss_fn=own, method="gradient").weight_change)
+        if loss == "mean over outputs":
+            once = posterior.sensitivity(iter(batches), loss_fn=own, method="gradient")
+            torch.testing.assert_close(once.weight_change, changes[-1])
+    torch.testing.assert_close(*changes)
+
+
 def test_a_mean_over_several_outputs_counts_once():
     """F.mse_loss divides by examples and outputs; an example still is one of num_data."""
     x, y = exact.make_rows(outputs=2)

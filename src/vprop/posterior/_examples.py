@@ -175,10 +175,11 @@ class ExampleReader:
     def _factors(self, weights: Tensor) -> Tensor:
         """cᵢ; of a posterior whose variance was scaled by s cᵢ/s, because P/s holds that much of an example."""
         assert self._mean_weight is not None
-        apart = (weights.double() - self._mean_weight).abs() > 1e-2 * self._mean_weight  # more than bfloat16 rounds
-        if self._all_weigh_alike and bool(((weights > 0) & apart).any()):
-            self._refuse_one_reading()
-            raise _OtherWeightsError
+        if self._all_weigh_alike:
+            apart = (weights.double() - self._mean_weight).abs() > 1e-2 * self._mean_weight  # more than bfloat16 rounds
+            if bool(((weights > 0) & apart).any()):
+                self._refuse_one_reading()
+                raise _OtherWeightsError
         count = self._weight_of_a_count / self._posterior.scales.variance
         return weights.double() * (count / self._mean_weight)
 
@@ -280,9 +281,17 @@ class ExampleReader:
     def _loss_weights(self, x: Any, y: Any, loss_fn: LossFunction) -> Tensor:
         output = self._output(x)
         if not isinstance(output, Tensor):
-            return torch.ones(_length(x, y), dtype=torch.float64, device="cpu")  # nothing is seen of such a loss
+            return torch.cat([self._loss_weight_of_one(x, y, loss_fn, i) for i in range(_length(x, y))])
         slopes = _slopes(loss_fn, output.reshape(len(output), -1), y, tuple(output.shape[1:]), curvature=False)
         return slopes.weights.double()
+
+    @torch.no_grad()
+    def _loss_weight_of_one(self, x: Any, y: Any, loss_fn: LossFunction, i: int) -> Tensor:
+        """The weight of an example whose outputs are no tensor that could be taken apart."""
+        x, y = tree_map(lambda leaf: _slice(leaf, i, 1), (x, y))
+        with LossWatch() as watch:
+            loss = loss_fn(self._raw_output(x), y)
+        return weight_of_one(watch, loss).reshape(1).double()
 
 
 def _classes_last(output: Tensor, y: Tensor) -> Tensor:
