@@ -222,6 +222,29 @@ def test_what_would_be_broadcast_is_refused():
         ConformalIntervals(0.9, torch.ones(2), 10).of(torch.zeros(2), torch.ones(2))
 
 
+def test_intervals_of_one_example_of_grids_and_of_a_std_for_all():
+    one = ConformalIntervals(0.9, torch.tensor(2.0), 10)
+    low, high = one.of(torch.tensor(1.0), torch.tensor(0.5))  # a model that squeezes its output, asked for one input
+    assert (float(low), float(high)) == (pytest.approx(0.0, abs=1e-5), pytest.approx(2.0, abs=1e-5))
+    two = ConformalIntervals(0.9, torch.tensor([1.0, 2.0]), 10)
+    for std in (torch.ones(4, 5, 2), torch.ones(4, 5, 1), torch.ones(1, 1, 2), torch.tensor(1.0)):
+        low, high = two.of(torch.zeros(4, 5, 2), std)
+        torch.testing.assert_close(high, torch.tensor([1.0, 2.0]).expand(4, 5, 2))
+        torch.testing.assert_close(low, -high)
+    with pytest.raises(ValueError, match=r"mean is \(2, 2\) and std \(2,\), must be"):  # of rows, or of outputs?
+        two.of(torch.zeros(2, 2), torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_intervals_in_half_precision_are_wider_by_their_last_rounding_alone(dtype):
+    low, high = ConformalIntervals(0.9, torch.tensor(1.0), 10).of(
+        torch.tensor([64.0]).to(dtype), torch.ones(1).to(dtype)
+    )
+    step = 64 * torch.finfo(dtype).eps
+    assert 63 - 2 * step <= float(low) <= 63
+    assert 65 <= float(high) <= 65 + 2 * step
+
+
 def test_sets_of_no_inputs_and_of_lists():
     sets = ConformalSets(0.9, 0.5, 10)
     assert sets.of(torch.zeros(0, 3)).shape == (0, 3)

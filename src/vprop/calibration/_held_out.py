@@ -144,7 +144,7 @@ def _check_classes(outputs: tuple[int, ...], y: Tensor, where: str) -> None:
             f"{outputs[:-1]} for outputs of shape {outputs}. Classes are the last dimension of the outputs."
         )
     if y.numel():
-        low, high = int(y.min()), int(y.max())
+        low, high = int(y.long().min()), int(y.long().max())  # torch has no minimum of some integers
         if low < 0 or high >= outputs[-1]:
             raise ValueError(
                 f"{where}(posterior, …): y has values from {low} to {high}, must be class numbers in "

@@ -57,10 +57,13 @@ class ConformalIntervals:
         return cls(level, threshold, len(scores))
 
     def of(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Both ends of the intervals, further out by what rounding may take from a target that lies on one."""
-        one_for_all = isinstance(std, Tensor) and isinstance(mean, Tensor) and std.dim() == 0
-        _check_shapes(mean, std.expand(mean.shape) if one_for_all else std)
-        if self.threshold.dim() and self.threshold.shape != mean.shape[1:]:
+        """Both ends of the intervals, further out by what rounding may take from a target that lies on one.
+
+        Several first dimensions are fine, and none if there is one output, as is one ``std`` for all.
+        """
+        _check_spread(mean, std)
+        outputs = self.threshold.dim()
+        if outputs and (mean.dim() <= outputs or self.threshold.shape != mean.shape[-outputs:]):
             shape = ", ".join(["n", *map(str, self.threshold.shape)])
             raise ValueError(
                 f"conformal_intervals: mean has shape {tuple(mean.shape)}, must be ({shape}) as in the calibration. "
@@ -68,7 +71,7 @@ class ConformalIntervals:
             )
         wide, dtype = mean.double(), mean.dtype if mean.is_floating_point() else torch.float64
         half = self.threshold.to(std.device) * _positive(std)
-        half = half + 16 * torch.finfo(dtype).eps * (wide.abs() + half)
+        half = half + _roundings(dtype) * (wide.abs() + half)
         return (wide - half).to(dtype), (wide + half).to(dtype)
 
     def predict(self, x: Any) -> tuple[Tensor, Tensor]:
@@ -129,6 +132,25 @@ def _check_shapes(mean: Tensor, *others: Tensor) -> None:
                 f"conformal_intervals: {name} is {found}, must be a tensor of shape (n,) or (n, outputs), the same for "
                 "mean, std and y. Reshape it."
             )
+
+
+def _check_spread(mean: Tensor, std: Tensor) -> None:
+    """Refuse a std that is not one number, and has not the mean's dimensions: (n,) beside (n, 1) are n² intervals."""
+    if isinstance(mean, Tensor) and isinstance(std, Tensor):
+        fits = all(length in (1, whole) for length, whole in zip(std.shape, mean.shape, strict=False))
+        if std.dim() == 0 or (std.dim() == mean.dim() and fits):
+            return
+    kinds = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in (mean, std)]
+    raise ValueError(
+        f"conformal_intervals: mean is {kinds[0]} and std {kinds[1]}, must be tensors of shape (n,) or (n, outputs), "
+        "the same for mean, std and y; std may be one number, or have a 1 where it is the same for all. Reshape it."
+    )
+
+
+def _roundings(dtype: torch.dtype) -> float:
+    """What arithmetic may have taken from a number, of its size; of 16 bits, where that is much, the last rounding."""
+    limits = torch.finfo(dtype)
+    return (1 if limits.bits == 16 else 16) * limits.eps
 
 
 def _positive(std: Tensor) -> Tensor:
