@@ -211,8 +211,15 @@ _NOISE_GRIDS: Grids = {
     "resnet": _NOISES,
     "cifar10-frn": ({"sigma": 0.008}, {"sigma": 0.004}, {"sigma": 0.004, "speed": 2.0}, {"sigma": 0.002}),
 }
+# Beside the two of all ResNets, more weight decay and less noise, which short training may want.
+_VARIO_SHORT: tuple[Setting, ...] = (
+    {"lr": 3e-3}, {"lr": 1e-2, "decay": DECAY}, {"lr": 1e-2, "decay": 5e-3},
+    {"lr": 1e-2, "decay": DECAY, "noise_limit": 0.1},
+)  # fmt: skip
 _VARIO_GRIDS: Grids = {
     "resnet": ({"lr": 3e-3}, {"lr": 1e-2, "decay": DECAY}),
+    "cifar10-40": _VARIO_SHORT,
+    "cifar10-5k-40": _VARIO_SHORT,
     "gpt": (
         {"lr": 1e-3}, {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.1, "dropout": 0.2},
         {"lr": 2e-3, "beta2": 0.99, "noise_limit": 0.2, "dropout": 0.2},
