@@ -51,6 +51,8 @@ def test_grids_are_small_and_without_repeats(task):
         other = BY_NAME[task.tuned_on]
         assert other.family == task.family
         assert other.tuned_on is None
+        assert taking_part(task) == taking_part(other)
+        assert all(one.grid(task) == one.grid(other) for one in taking_part(task))
 
 
 @pytest.mark.parametrize("name", [one.name for one in taking_part(IMAGES) if one.make is not None])

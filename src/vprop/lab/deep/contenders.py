@@ -69,8 +69,8 @@ class DeepContender:
     """Of parameters, that the optimizer is made with."""
 
     def grid(self, task: DeepTask) -> tuple[Setting, ...]:
-        """The settings to choose from."""
-        return self.grids.get(task.name, self.grids.get(task.family, ()))
+        """The settings to choose from: where a task takes what was chosen on another, those of the other."""
+        return self.grids.get(task.tuned_on or task.name, self.grids.get(task.family, ()))
 
     def installed(self) -> bool:
         """Whether it can run here."""
