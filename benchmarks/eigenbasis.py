@@ -234,7 +234,8 @@ def uci(name: str, short: bool) -> list[dict[str, Any]]:
         gains = [b - a for a, b in zip(*of_structures.values(), strict=True)]
         for structure, scores in of_structures.items():
             row: dict[str, Any] = {"data": name, "structure": structure, "noise_limit": kind, "lr": UCI_RATE}
-            row |= {"log_likelihood": statistics.mean(scores), "std": statistics.pstdev(scores), "values": scores}
+            spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
+            row |= {"log_likelihood": statistics.mean(scores), "std": spread, "values": scores}
             row |= {"gain": statistics.mean(gains), "splits_won": sum(gain > 0 for gain in gains)}
             row["gain_error"] = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
             if kind == "chosen":

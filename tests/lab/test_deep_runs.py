@@ -16,10 +16,11 @@ from vprop.lab.deep import contenders, results, table
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
 from vprop.lab.deep.gpt import CharacterGPT, adapt
 from vprop.lab.deep.pool import TimedPool
-from vprop.lab.deep.protocol import Bench
+from vprop.lab.deep.protocol import Bench, run_cost
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
 from vprop.lab.deep.workloads import How
 from vprop.lab.engine.job import Job
+from vprop.lab.engine.pool import Pool
 from vprop.lab.engine.store import Store, write_json
 
 IMAGES = SHORT[0]
@@ -153,6 +154,20 @@ def test_without_tuning_the_first_setting_is_taken_and_said_to_be_untuned(tmp_pa
     assert (choice.setting, choice.complete) == (grid[0], False)
     choice = stored(bench(tmp_path), IMAGES, "ivon", (0.5, 0.4, "not run", "not run"))
     assert (choice.setting, choice.complete) == (grid[1], False)
+
+
+def test_the_cost_is_that_of_the_chosen_setting_before_any_other(tmp_path, monkeypatch):
+    place, one = bench(tmp_path), contenders.BY_NAME["ivon"]
+    stored(place, IMAGES, "ivon", (0.5, 0.4, 0.3, 0.4))
+    store, grid = Store(tmp_path / "runs"), one.grid(IMAGES)
+    assert results._cost(IMAGES, one, place, store) is None
+    for at, ms in ((0, 5.0), (2, 7.0)):
+        store.save(place.cost(IMAGES, one, grid[at]).key, {"step_ms": ms})
+        assert results._cost(IMAGES, one, place, store) == {"step_ms": ms}
+    asked = []
+    monkeypatch.setattr(Pool, "run_all", lambda pool, title, jobs: asked.extend(jobs))
+    run_cost(IMAGES, [one], place, Pool(store, Console()))
+    assert [job.key for job in asked] == [place.cost(IMAGES, one, grid[2]).key]
 
 
 def test_a_task_can_take_the_settings_of_another(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from vprop.posterior.predictive.batch_norm import batch_norm_layers
 
 STEPS, DRAWS = 200, 8
 """Of a timing on a GPU."""
+PASSES = 5
+"""Of a prediction, whose median is what it takes: a single one is a few milliseconds, and may be disturbed."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,13 @@ class DeepCost(DeepJob):
         before = _allocated(reset=True) if on_gpu else 0
         model, optimizer, trainer = self._ready(work, 2 * steps)
         trainer.run_epoch(x, y)  # warms up and records
-        step = _seconds(lambda: trainer.run_epoch(x, y), warm=False) / steps
+        step = _seconds(lambda: trainer.run_epoch(x, y)) / steps
         data = x.nbytes + y.nbytes  # the trainer's own copy
         memory = (_allocated() - before - data) / 2**20 if on_gpu else None
         model.eval()
 
         def predict(forwards: Callable[[], Any]) -> float:
-            return _seconds(
+            return _median(
                 lambda: predictions.averaged(forwards(), {"test": work.test}, {}, work.rows, self.how.autocast)
             )
 
@@ -60,8 +63,8 @@ class DeepCost(DeepJob):
         found["forward_ms"] = 1e3 * predict(lambda: [model])
         found["draw_ms"] = 1e3 * predict(several) / DRAWS if contender.kind in ("posterior", "peer") else None
         if contender.kind in ("posterior", "peer", "swag") and batch_norm_layers(model):
-            statistics = draws.Statistics(lambda: statistics_batches(x), self.how.autocast)
-            found["statistics_ms"] = 1e3 * _seconds(lambda: statistics.write(model))
+            of_batch_norm = draws.Statistics(lambda: statistics_batches(x), self.how.autocast)
+            found["statistics_ms"] = 1e3 * _median(lambda: of_batch_norm.write(model))
         return found | {"test_inputs": len(work.test)}
 
     def _ready(self, work: Workload, steps: int) -> tuple[nn.Module, Optimizer, Trainer]:
@@ -104,9 +107,12 @@ def _allocated(reset: bool = False) -> int:
     return torch.cuda.memory_allocated()
 
 
-def _seconds(work: Callable[[], Any], warm: bool = True) -> float:
-    if warm:
-        work()
+def _median(work: Callable[[], Any]) -> float:
+    work()  # warms up
+    return statistics.median(_seconds(work) for _ in range(PASSES))
+
+
+def _seconds(work: Callable[[], Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()

@@ -69,10 +69,9 @@ class Bench:
         smallest = tuple(min(one.values(), default=None) for one in losses)
         return Chosen(grid[best], smallest, all(one is not None for one in tried), kind)
 
-    def cost(self, task: DeepTask, contender: DeepContender) -> DeepCost:
-        """Timed at the usual setting: the time of a step does not depend on the numbers in it."""
-        setting = _items(contender.grid(task)[0])
-        return DeepCost(task, contender.name, setting, how=self.how, data_dir=self.data_dir)
+    def cost(self, task: DeepTask, contender: DeepContender, setting: Setting) -> DeepCost:
+        """What a step of this setting takes: with dropout it takes longer."""
+        return DeepCost(task, contender.name, _items(setting), how=self.how, data_dir=self.data_dir)
 
     def pretraining(self, task: DeepTask) -> Pretraining:
         """By AdamW with the settings that are usual for such networks."""
@@ -123,9 +122,9 @@ def run_task(
 
 
 def run_cost(task: DeepTask, contenders: Iterable[DeepContender], bench: Bench, pool: Pool) -> None:
-    """One after the other, with nothing beside them; ``pool`` has one worker."""
+    """At the chosen settings, one after the other, with nothing beside them; ``pool`` has one worker."""
     timed = [one for one in taking_part(task) if one in tuple(contenders) and one.kind not in ("swag", "laplace")]
-    pool.run_all(f"{task.name}: cost", [bench.cost(task, one) for one in timed])
+    pool.run_all(f"{task.name}: cost", [bench.cost(task, one, bench.choice(task, one).setting) for one in timed])
 
 
 def _items(setting: Setting) -> tuple[tuple[str, float], ...]:

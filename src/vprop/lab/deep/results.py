@@ -93,10 +93,12 @@ def _predicts(contender: DeepContender, setting: Setting, choice: Chosen) -> str
 
 
 def _cost(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -> Result | None:
-    """As it was measured; of what has no training of its own or was not measured, ``None``."""
+    """At the chosen setting, else as it was measured at another; ``None`` where it was not, or nothing is trained."""
     if contender.make is None or not contender.grid(task):
         return None
-    found = store.load(bench.cost(task, contender).key)
+    settings = (bench.choice(task, contender).setting, *contender.grid(task))
+    kept = (store.load(bench.cost(task, contender, setting).key) for setting in settings)
+    found = next((one for one in kept if one is not None), None)
     return None if found is None else {k: v for k, v in found.items() if k not in ("job", "environment", "seconds")}
 
 
