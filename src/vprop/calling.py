@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,16 +50,24 @@ def copied(x: Any) -> Any:
         for original, known in made:
             if original is value:
                 return known
-        made.append((value, value.clone()))
+        made.append((value, _clone(value)))
         return made[-1][1]
 
     return tree_map(copy, x, is_leaf=_is_packed)
 
 
-class Untouched:
-    """Calls a model many times so that its inputs stay as they are, with copies only where it writes into them.
+def _clone(value: Tensor) -> Tensor:
+    clone = value.clone()
+    clone.__dict__.update(value.__dict__)  # what somebody has written onto it
+    return clone
 
-    The first call in each mode tells whether it does: dropout in place, say, writes in training mode alone.
+
+class Untouched:
+    """Calls a model many times with the same inputs so that they stay as they are, and copies only where it writes.
+
+    The first call in each mode tells whether it does: dropout in place, say, writes in training mode alone. Where a
+    later one does so for the first time there is a warning, and copies from then on. A copy that is kept for all calls
+    would not do: who writes into inputs between calls (``x.data``, an array of the same memory) means them to change.
     """
 
     def __init__(self) -> None:
@@ -68,14 +77,25 @@ class Untouched:
     def __call__(self, model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """``model(*args, **kwargs)``."""
         mode = bool(getattr(model, "training", False))  # replicas are in evaluation mode
-        if self._writes.get(mode) is False:
+        compiling = torch.compiler.is_compiling()
+        known = self._writes.get(mode)
+        if known is not False:
+            args, kwargs = copied((args, kwargs))
+        if known or compiling:
             return model(*args, **kwargs)
-        args, kwargs = copied((args, kwargs))
-        if mode in self._writes or torch.compiler.is_compiling():
-            return model(*args, **kwargs)
-        seen = Seen(tree_leaves((args, kwargs), is_leaf=_is_packed))
+        leaves = tree_leaves((args, kwargs), is_leaf=_is_packed)
+        # To watch a tensor of inference mode takes a copy of it, so only the first call is watched.
+        seen = Seen(leaves if known is None else [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()])
         output = model(*args, **kwargs)
         self._writes[mode] = seen.is_changed()
+        if known is False and self._writes[mode]:
+            warnings.warn(
+                "The model wrote into its inputs, which it did not when it was first called with them: they are "
+                "changed now, and results that come of them may be wrong. Let its forward make a new tensor, x = x * 2 "
+                "in the place of x *= 2.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return output
 
 
@@ -90,9 +110,12 @@ class Seen:
 
     def is_changed(self) -> bool:
         """Whether any of them was written into, whatever with."""
-        return any(
-            not torch.equal(t, kept) if isinstance(kept, Tensor) else t._version != kept for t, kept in self._kept
-        )
+        return any(_differ(t, kept) if isinstance(kept, Tensor) else t._version != kept for t, kept in self._kept)
+
+
+def _differ(tensor: Tensor, kept: Tensor) -> bool:
+    """Whether they may: torch compares no sparse ones."""
+    return tensor.layout != torch.strided or not torch.equal(tensor, kept)
 
 
 def _is_packed(value: Any) -> bool:

@@ -100,10 +100,10 @@ def elbo_estimate(
             "different num_data or temperature. Use the same in all of them."
         )
     # Batches outside, samples inside: a loader is read once, and need not be repeatable (it may shuffle).
-    losses, examples, call = [0.0] * num_samples, 0.0, Untouched()
+    losses, examples = [0.0] * num_samples, 0.0
     refuse_sharded(posterior.model, "elbo()")
     for x, y, batch_loss in batches_of(objective, loss_fn):
-        size, watch = 0.0, LossWatch()
+        size, watch, call = 0.0, LossWatch(), Untouched()  # it may write into some batches and not into others
         for k, model in enumerate(drawn_models(posterior, num_samples, seed)):
             with watch if k == 0 else nullcontext():
                 loss = batch_loss(call(model, *model_arguments(x)), y)

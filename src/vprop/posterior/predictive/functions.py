@@ -75,6 +75,7 @@ class WholeModel(ModelFunction):
         """The arguments that the input stands for."""
         if not self.anew:
             self._replica = self._fresh()  # for each batch, so that none sees what another left in the buffers
+        self._call = Untouched()  # for each batch: it may write into some and not into others
         return Prepared(*model_arguments(x))
 
     def __call__(self, weights: Weights, prepared: Prepared, masks: Masks | None = None) -> Tensor:
@@ -114,7 +115,7 @@ class HeadOnly(ModelFunction):
         before = module.register_forward_pre_hook(keep_input, prepend=True, with_kwargs=True)
         after = module.register_forward_hook(keep_output)
         try:
-            args, kwargs = model_arguments(x)
+            args, kwargs = copied(model_arguments(x))
             result = logits_of(own(*args, **kwargs))
         finally:
             before.remove()
