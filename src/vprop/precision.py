@@ -26,11 +26,15 @@ def needs_master_copy(parameter: Tensor) -> bool:
 def as_tensor(value: Any) -> Tensor:
     """A tensor as it is; a number or an array as a tensor on the CPU, whatever torch's default device is.
 
-    Arrays are copied: they may be read-only or run backwards, and a data frame has to be made one first.
+    Arrays are copied: they may be read-only, run backwards or have their bytes in another order, and a data frame has
+    to be made one first.
     """
     if isinstance(value, Tensor):
         return value
-    return torch.as_tensor(value.__array__().copy() if hasattr(value, "__array__") else value, device="cpu")
+    if hasattr(value, "__array__"):
+        array = value.__array__()
+        value = array.astype(array.dtype.newbyteorder("="))
+    return torch.as_tensor(value, device="cpu")
 
 
 def in_precision_of(value: Any, like: Tensor) -> Tensor:
@@ -38,8 +42,8 @@ def in_precision_of(value: Any, like: Tensor) -> Tensor:
 
     torch makes float32 of a number that nobody names a dtype for, and float64 weights then have a prior of 1.70000005.
     """
-    if isinstance(value, Tensor):
-        return value.to(like)
+    if hasattr(value, "__array__"):  # tensors have it too
+        return as_tensor(value).to(like)
     return torch.as_tensor(value, dtype=like.dtype, device="cpu").to(like.device)
 
 

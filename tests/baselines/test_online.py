@@ -194,6 +194,13 @@ def test_online_natural_gradient_is_its_equations(step_size, kind):
     np.testing.assert_allclose(method.covariance, gamma * np.linalg.inv(fisher), rtol=1e-9)
 
 
+@pytest.mark.parametrize("prior_mean", [0.1, np.float64(0.1), np.full(4, 0.1)], ids=["number", "NumPy's", "array"])
+def test_a_prior_mean_keeps_its_digits(prior_mean):
+    facts = {"num_data": 10, "prior_precision": 1.0, "likelihood": "bernoulli"}
+    method = RegularizedNaturalGradient(make_model("linear"), prior_mean=prior_mean, **facts)
+    assert bool((method.prior_mean == 0.1).all())
+
+
 @pytest.mark.parametrize("kind", ["model", "gradient"])
 def test_regularized_natural_gradient_is_its_equations(kind):
     """F ← (1−β)F + βF̂, θ ← θ − α(F+δI)⁻¹(ĝ + δ(θ−m₀)): VONG without sampling for F̂ = N·ĝĝᵀ."""

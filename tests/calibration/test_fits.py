@@ -150,7 +150,8 @@ def test_arrays_and_frames_of_labels_are_labels(fit):
     posterior = linear_posterior(torch.eye(3), 0.1, likelihood="categorical")
     frame, series = pd.DataFrame(x.numpy()), pd.Series(y.numpy(), index=range(7, 7 + len(y)))  # as after a split
     expected = repr(fit(posterior, x, y))
-    assert repr(fit(posterior, x, y.numpy().astype("uint16"))) == expected
+    for kind in ("uint16", "int8", ">i4"):  # the last has its bytes in the other order
+        assert repr(fit(posterior, x, y.numpy().astype(kind))) == expected
     assert repr(fit(posterior, frame, series)) == repr(fit(posterior, [(x.numpy(), y.numpy())])) == expected
 
 

@@ -215,16 +215,44 @@ def test_weights_of_classes_and_ignored_labels():
             posterior.sensitivity(iter(batches), loss_fn=nn.CrossEntropyLoss(weight=weights))
 
 
+class Named(nn.Module):
+    """Returns a dictionary, and says how often it was called."""
+
+    calls = 0
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        Named.calls += 1  # of replicas too
+        return {"out": self.layer(x)}
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint16", "uint64", ">i4"])
+def test_labels_of_all_integer_types(kind):
+    """Class numbers of a data frame are int8; the bytes of the last are in the other order."""
+    x, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+    layer = nn.Linear(3, 4)
+    posterior = vprop.Vprop(layer.parameters(), num_data=80).posterior(layer, likelihood="categorical")
+    pair = (x, y.numpy().astype(kind))
+    for loss_fn in (None, F.cross_entropy):
+        expected = posterior.sensitivity((x, y), loss_fn=loss_fn).weight_change
+        assert torch.equal(posterior.sensitivity(pair, loss_fn=loss_fn).weight_change, expected)
+    assert torch.equal(posterior.forget(pair).mean["weight"], posterior.forget((x, y)).mean["weight"])
+
+
+def test_examples_of_a_model_that_returns_a_dictionary_run_together():
+    x, y = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(50, 4)
+    model = Named(nn.Linear(3, 4))
+    posterior = vprop.Vprop(model.parameters(), num_data=50).posterior(model)
+    Named.calls = 0
+    posterior.sensitivity((x, y), loss_fn=lambda output, y: F.mse_loss(output["out"], y))
+    assert 0 < Named.calls < 10
+
+
 @pytest.mark.parametrize("loss", ["mean over outputs", "weights of classes"])
 def test_outputs_in_a_dictionary_count_like_a_tensor(loss):
-    class Named(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return {"out": self.layer(x)}
-
     generator = torch.Generator().manual_seed(0)
     x, layer = torch.randn(8, 3, generator=generator), nn.Linear(3, 4)
     if loss == "mean over outputs":

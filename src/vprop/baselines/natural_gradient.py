@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vprop.baselines._online import OnlineMethod, check_finite, check_positive, identity
 from vprop.checks import invalid, is_number
 from vprop.likelihood import Likelihood
-from vprop.precision import as_tensor
+from vprop.precision import in_precision_of
 
 FisherKind = Literal["model", "gradient"]
 StepSize = float | Callable[[int], float]
@@ -123,7 +123,7 @@ class RegularizedNaturalGradient(OnlineMethod):
         check_positive("lr", lr, "0.1 is a good first try.")
         check_positive("hess_init", hess_init, "It is the curvature of the mean loss before any data.")
         self.num_data, self.lr, self.damping = float(num_data), float(lr), self.prior_precision / float(num_data)
-        self.prior_mean = as_tensor(prior_mean).to(self.mean)
+        self.prior_mean = in_precision_of(prior_mean, self.mean)
         if self.prior_mean.dim() and self.prior_mean.shape != self.mean.shape:
             raise ValueError(
                 f"Invalid prior_mean: has shape {tuple(self.prior_mean.shape)}, must be a number or have shape "

@@ -46,6 +46,8 @@ _Result = TypeVar("_Result")
 
 MOST_OUTPUTS = 64
 """Outputs of an example up to which each gets a row of its own."""
+EXAMPLES_AT_ONCE = 1024
+"""That run through the model together, each by itself, where nothing is kept of them but a number."""
 
 
 class Slopes(NamedTuple):
@@ -217,7 +219,7 @@ class ExampleReader:
             if isinstance(batch, Objective):
                 check_objective(posterior, batch, self._where)
             for x, y, loss_fn in batches_of([batch], self._loss_fn, self._where):
-                x, y = self._moved((x, y))
+                x, y = self._moved(x), tree_map(_as_labels, self._moved(y))
                 if _length(x, y) == 0:
                     continue
                 if loss_fn is _classes_last:
@@ -281,17 +283,28 @@ class ExampleReader:
     def _loss_weights(self, x: Any, y: Any, loss_fn: LossFunction) -> Tensor:
         output = self._output(x)
         if not isinstance(output, Tensor):
-            return torch.cat([self._loss_weight_of_one(x, y, loss_fn, i) for i in range(_length(x, y))])
+            return self._loss_weights_of_each(x, y, loss_fn)
         slopes = _slopes(loss_fn, output.reshape(len(output), -1), y, tuple(output.shape[1:]), curvature=False)
         return slopes.weights.double()
 
     @torch.no_grad()
-    def _loss_weight_of_one(self, x: Any, y: Any, loss_fn: LossFunction, i: int) -> Tensor:
-        """The weight of an example whose outputs are no tensor that could be taken apart."""
-        x, y = tree_map(lambda leaf: _slice(leaf, i, 1), (x, y))
-        with LossWatch() as watch:
-            loss = loss_fn(self._raw_output(x), y)
-        return weight_of_one(watch, loss).reshape(1).double()
+    def _loss_weights_of_each(self, x: Any, y: Any, loss_fn: LossFunction) -> Tensor:
+        """Of examples whose outputs are no tensor that could be taken apart: each runs through the model by itself."""
+
+        def weight(x: Any, y: Any) -> Tensor:
+            with LossWatch() as watch:
+                loss = loss_fn(self._raw_output(_batch_of_one(x)), _batch_of_one(y))
+            return weight_of_one(watch, loss).reshape(())
+
+        dims = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, (x, y))
+        try:
+            return vmap(weight, dims, chunk_size=EXAMPLES_AT_ONCE, randomness="different")(x, y).double()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            pass  # a loss or a model that vmap cannot run
+        each = (tree_map(lambda leaf, i=i: _row(leaf, i), (x, y)) for i in range(_length(x, y)))
+        return torch.stack([weight(*one) for one in each]).double()
 
 
 def _classes_last(output: Tensor, y: Tensor) -> Tensor:
@@ -341,10 +354,7 @@ def _slopes(
     except RuntimeError:
         pass  # a loss that vmap cannot run
 
-    def target(i: int) -> Any:
-        return tree_map(lambda leaf: leaf[i] if isinstance(leaf, Tensor) else leaf, y)
-
-    each = [parts(output, target(i)) for i, output in enumerate(outputs)]
+    each = [parts(output, tree_map(lambda leaf, i=i: _row(leaf, i), y)) for i, output in enumerate(outputs)]
     return Slopes(*(torch.stack(values) for values in zip(*each, strict=True)))
 
 
@@ -372,12 +382,22 @@ def _batch_of_one(values: Any) -> Any:
     return tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, values)
 
 
+def _row(leaf: Any, i: int) -> Any:
+    return leaf[i] if isinstance(leaf, Tensor) else leaf
+
+
 def _slice(leaf: Any, first: int, size: int) -> Any:
     return leaf[first : first + size] if isinstance(leaf, Tensor) else leaf
 
 
 def _length(x: Any, y: Any) -> int:
     return next((len(leaf) for leaf in tree_leaves((y, x)) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def _as_labels(leaf: Any) -> Any:
+    """Class numbers as torch's losses take them, whatever integers they were given as."""
+    is_integer = isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
+    return leaf.long() if is_integer and leaf.dtype != torch.bool else leaf
 
 
 def _is_array(value: Any) -> bool:
