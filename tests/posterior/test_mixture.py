@@ -245,134 +245,59 @@ def test_frozen_weights_that_differ_are_not_saved(tmp_path):
     assert torch.equal(loaded.predict(x, 6).samples, alike.predict(x, 6).samples)
 
 
-def test_training_by_one_call():
-    x = torch.linspace(-1, 1, 24)[:, None]
-    state = torch.get_rng_state()
-
-    def train(seed=0):
-        return vprop.train_mixture(
-            lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)),
-            lambda model, seed: vprop.Vprop(model.parameters(), lr=0.1, num_data=24, seed=seed),
-            [(x[:12], x[:12]), (x[12:], x[12:])],
-            F.mse_loss,
-            members=3,
-            epochs=2,
-            seed=seed,
-            make_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
-        )
-
-    mixture = train()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [member.seed for member in mixture.members] == [0, 1, 2]
-    firsts = [member.mean["0.weight"] for member in mixture.members]
-    assert not torch.equal(firsts[0], firsts[1])
-    assert (mixture.likelihood, mixture.noise_variance) == ("gaussian", 0.5)
-    again = train()
-    assert all(torch.equal(a.mean["0.weight"], b) for a, b in zip(again.members, firsts, strict=True))
-    assert torch.equal(train(seed=1).members[0].mean["0.weight"], firsts[1])
-
-
-def test_training_refusals():
-    def make_optimizer(model, seed):
-        return vprop.Vprop(model.parameters(), num_data=4, seed=seed)
-
-    batch = (torch.ones(1, 1), torch.ones(1, 1))
-
-    def train(loader=(batch,), loss_fn=F.mse_loss, **rest):
-        return vprop.train_mixture(lambda: nn.Linear(1, 1), make_optimizer, loader, loss_fn, **rest)
-
-    for arguments, message in [
-        ({"members": 0}, "Invalid members"),
-        ({"epochs": 0}, "Invalid epochs"),
-        ({"seed": -1}, "Invalid seed"),
-        ({"loader": []}, "there are no batches"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            train(**arguments)
-    with pytest.raises(TypeError, match="loss_fn"):
-        train(loss_fn=nn.MSELoss)
-    with pytest.raises(ValueError, match=r"GaussianLikelihood has parameters to be learned, \['log_noise_variance'\]"):
-        train(loss_fn=vprop.GaussianLikelihood(0.3))
-    same = nn.Linear(1, 1)
-    for again in (lambda: same, lambda: nn.DataParallel(same)):
-        with pytest.raises(ValueError, match="it returned the same model twice"):
-            vprop.train_mixture(again, make_optimizer, (batch,), F.mse_loss)
-    assert train(loss_fn=vprop.GaussianLikelihood(0.3, learnable=False)).noise_variance == pytest.approx(0.3)
-
-
-def test_a_dataset_of_batches_is_a_loader():
-    class Batches(torch.utils.data.Dataset):
-        def __getitem__(self, i):
-            if i >= 2:
-                raise IndexError
-            return torch.ones(2, 1), torch.ones(2, 1)
-
-    runs = [
-        vprop.train_mixture(
-            lambda: nn.Linear(1, 1),
-            lambda model, seed: vprop.Vprop(model.parameters(), num_data=4, seed=seed),
-            loader,
-            F.mse_loss,
-            members=2,
-        )
-        for loader in (Batches(), [Batches()[0], Batches()[1]])
-    ]
-    for one, other in zip(*(run.members for run in runs), strict=True):
-        assert all(torch.equal(value, other.mean[name]) for name, value in one.mean.items())
-
-
-def test_what_the_functions_return_is_looked_at_before_anything_is_trained():
-    def make_optimizer(model, seed):
-        return vprop.Vprop(model.parameters(), num_data=4, seed=seed)
-
-    def train(make_model=lambda: nn.Linear(1, 1), make=make_optimizer, loader=None, **rest):
-        batches = [(torch.ones(1, 1), torch.ones(1, 1))] if loader is None else loader
-        return vprop.train_mixture(make_model, make, batches, F.mse_loss, **rest)
-
-    for arguments, message in [
-        ({"make_scheduler": lambda optimizer: None}, r"make_scheduler\): it returned None, must return a scheduler"),
-        ({"make_scheduler": 0.1}, r"make_scheduler\): got 0.1, must be a function"),
-        ({"make_model": nn.Linear(1, 1)}, r"make_model\): got Linear.*must be a function"),
-        ({"make_model": lambda: None}, "what it returned: got NoneType"),
-        (
-            {"make": lambda model, seed: torch.optim.SGD(model.parameters())},
-            "it returned a SGD, must return an optimizer",
-        ),
-        ({"make": make_optimizer(nn.Linear(1, 1), 0)}, r"make_optimizer\): got Vprop"),
-        ({"loader": [(torch.ones(1, 1),) * 3]}, r"a batch of type tuple, must be a pair \(x, y\)"),
-        ({"loader": [torch.ones(2, 1)]}, "a batch of type Tensor, must be a pair"),
-        ({"loader": torch.ones(2, 2, 1)}, "got a Tensor, must be a loader"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            train(**arguments)
-
-
-def test_every_member_has_a_loss_with_a_state_of_its_own():
-    class Watching(vprop.GaussianLikelihood):
-        """Its noise is the largest squared error so far."""
-
-        def forward(self, output, y):
-            worst = (output.detach() - y).square().max()
-            self.log_noise_variance.copy_(torch.maximum(self.log_noise_variance.exp(), worst).log())
-            return super().forward(output, y)
-
-    shifts = iter([3.0, 1.0])
-
-    def make_model():
-        model = nn.Linear(1, 1)
-        nn.init.zeros_(model.weight)
-        nn.init.constant_(model.bias, next(shifts))
-        return model
-
-    mixture = vprop.train_mixture(
-        make_model,
-        lambda model, seed: vprop.Vprop(model.parameters(), num_data=10**9, seed=seed),
-        [(torch.ones(1, 1), torch.zeros(1, 1))],
-        Watching(1e-3, learnable=False),
-        members=2,
+def regressor(noise):
+    """Certain of its outputs, which are 0."""
+    model = nn.Linear(1, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    return vprop.Vprop(model.parameters(), num_data=10**12).posterior(
+        model, likelihood="gaussian", noise_variance=noise
     )
-    noises = [float(member.noise_variance) for member in mixture.members]
-    assert noises == pytest.approx([9.0, 1.0], rel=0.1)
+
+
+def quantile_of(noises, shares, q):
+    """Where Σₖ πₖΦ(t/√vₖ) = q, by halving."""
+    low, high = -100.0, 100.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        below = sum(
+            share * 0.5 * (1 + math.erf(middle / math.sqrt(2 * v))) for v, share in zip(noises, shares, strict=True)
+        )
+        low, high = (middle, high) if below < q else (low, middle)
+    return low
+
+
+def test_quantiles_are_of_observations_around_each_member_with_its_own_noise(tmp_path):
+    noises, shares, x = (0.01, 1.0), (0.75, 0.25), torch.zeros(3, 1)
+    mixture = Mixture([regressor(noise) for noise in noises], shares)
+    expected = [quantile_of(noises, shares, q) for q in (0.05, 0.6, 0.995)]
+    together = mixture.predict(x, 8)
+    for prediction in (together, mixture.predict(x, 8, batch_size=2)):
+        found = prediction.quantile([0.05, 0.6, 0.995])
+        assert found[:, 2, 1].tolist() == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(together.variance, torch.full((3, 2), 0.75 * 0.01 + 0.25))
+    y = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    fit = vprop.calibration.fit_noise_scale(mixture, torch.zeros(200, 1), y, num_samples=8)
+    fit.posterior.save(tmp_path / "mixture.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "mixture.safetensors", nn.Linear(1, 2, bias=False))
+    for posterior in (fit.posterior, loaded, Mixture([fit.posterior])):
+        found = posterior.predict(x, 8).quantile([0.05, 0.6, 0.995])
+        scaled = [end * math.sqrt(fit.value) for end in expected]
+        assert found[:, 0, 0].tolist() == pytest.approx(scaled, rel=1e-4)
+
+
+def test_a_noise_for_the_whole_is_that_of_every_draw():
+    mixture, x = Mixture([regressor(0.01), regressor(1.0)]), torch.zeros(3, 1)
+    one = mixture.predict(x, 8, noise_variance=0.25)
+    mixture.noise_variance = 0.25
+    for prediction in (one, mixture.predict(x, 8)):
+        assert float(prediction.quantile(0.975)[0, 0]) == pytest.approx(0.5 * 1.959964, rel=1e-4)
+
+
+def test_noises_of_members_for_each_output():
+    mixture = Mixture([regressor(torch.tensor([0.01, 4.0])), regressor(1.0)])
+    found = mixture.predict(torch.zeros(3, 1), 8).quantile(0.9)[0]
+    expected = [quantile_of((first, 1.0), (0.5, 0.5), 0.9) for first in (0.01, 4.0)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-4)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -396,10 +321,13 @@ def test_refusals():
         Mixture(posteriors)
     with pytest.raises(ValueError, match="their likelihoods differ"):
         Mixture([one, gaussian(MEANS[0], STDS[0], likelihood="bernoulli")])
-    for weights in ([1.0], [0.0, 0.0], [1.0, -1.0], [math.nan, 1.0], [1e308, 1e308], 3):
+    for weights in ([1.0], [0.0, 0.0], [1.0, -1.0], [math.nan, 1.0], [1e308, 1e308], 3, {0: 9, 1: 1}, {3, 1}):
         with pytest.raises(ValueError, match="Invalid weights"):
             Mixture([one, one], weights)
     mixture = Mixture([one, one])
+    for weights in (None, [1], torch.ones(2)):
+        with pytest.raises(TypeError, match="must be a dict of tensors"):
+            mixture.log_prob(weights)
     with pytest.raises(ValueError, match="a mixture is no Gaussian"):
         mixture.as_prior()
     for ask in (lambda: mixture.prune(0.5), lambda: mixture.sensitivity((torch.ones(1, 2), torch.ones(1, 1)))):

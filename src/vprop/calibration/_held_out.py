@@ -78,18 +78,17 @@ def held_out_predictions(
     """The prediction for all batches together, with their targets; with ``check``, both fit and are finite."""
     check_num_samples(num_samples)
     check_seed(seed)
-    noise = posterior.noise_variance if posterior.likelihood == "gaussian" else None
     if batch_norm is None and dropout is False:
         parts = [(posterior.predict(x, num_samples, seed), y) for x, y in batches]
     else:  # all in one: statistics are estimated once for each draw, and each batch has masks of its own
         pairs = list(batches)
         whole = posterior.predict(iter(pairs), num_samples, seed, batch_norm=batch_norm, dropout=dropout)
         y = torch.cat([targets for _, targets in pairs])
-        parts = [(Prediction(whole.samples.to(y.device), whole.likelihood, noise), y)]
+        parts = [(whole._of_samples(whole.samples.to(y.device)), y)]
     for prediction, y in parts if check else []:
         _check(prediction, y, where)
     samples = torch.cat([prediction.samples for prediction, _ in parts], dim=1)
-    return Prediction(samples, parts[0][0].likelihood, noise), torch.cat([y for _, y in parts])
+    return parts[0][0]._of_samples(samples), torch.cat([y for _, y in parts])
 
 
 def check_kind(posterior: Posterior, allowed: tuple[str, ...], where: str) -> None:
@@ -160,7 +159,7 @@ def log_loss(prediction: Prediction, y: Tensor) -> float:
     density of a Gaussian with the prediction's mean and variance, those that its error bars are made of.
     """
     if prediction.likelihood in ("gaussian", "heteroscedastic"):
-        wide = Prediction(prediction.samples.double(), prediction.likelihood, _noise_of(prediction))
+        wide = prediction._of_samples(prediction.samples.double())
         mean, variance = wide.mean, wide.variance
         return float(0.5 * ((2 * math.pi * variance).log() + (y.double() - mean).square() / variance).mean())
     logits = prediction.samples.double()
@@ -170,7 +169,3 @@ def log_loss(prediction: Prediction, y: Tensor) -> float:
     else:
         log_probs = F.logsigmoid(torch.where(y == 1, logits, -logits))
     return -float((log_probs.logsumexp(0) - math.log(len(logits))).mean())
-
-
-def _noise_of(prediction: Prediction) -> Tensor | None:
-    return None if prediction.likelihood == "heteroscedastic" else prediction.aleatoric_variance

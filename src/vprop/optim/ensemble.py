@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from vprop.likelihood import LikelihoodLike, likelihood_of
 from vprop.objective import LossFunction, Objective
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.posterior import Mixture, Posterior
+from vprop.posterior.predictive.inputs import Place
 from vprop.wrappers import unwrapped
 
 
@@ -55,22 +57,20 @@ def train_mixture(
     Mixture(3 members, 2 weights in each, ess=32.0)
     """
     check_loss(loss_fn, "train_mixture(..., loss_fn)")
-    for name, value in (("members", members), ("epochs", epochs)):
+    usual = (("members", members, "4 members are a usual ensemble."), ("epochs", epochs, "Each is a pass over loader."))
+    for name, value, remedy in usual:
         if not is_number(value, whole=True) or value < 1:
-            raise invalid(name, value, "an integer >= 1", "4 members are a usual ensemble.")
+            raise invalid(name, value, "an integer >= 1", remedy)
     _refuse_parameters(loss_fn)
     _require_functions(make_model=make_model, make_optimizer=make_optimizer, make_scheduler=make_scheduler)
+    _require_model_and_seed(make_optimizer)
     posteriors: list[Posterior] = []
-    for number in range(check_seed(seed), seed + members):
+    for number in (number % 2**64 for number in range(check_seed(seed), seed + members)):
         with torch.random.fork_rng():
             torch.manual_seed(number)
             model = make_model()
             check_model(model, "train_mixture(make_model, ...): what it returned")
-            if any(unwrapped(model) is posterior.model for posterior in posteriors):
-                raise ValueError(
-                    "train_mixture(make_model, ...): it returned the same model twice, must return a new one each "
-                    "time: members would be one network, trained on and on. Pass e.g. lambda: MyModel()."
-                )
+            _refuse_trained(unwrapped(model), [posterior.model for posterior in posteriors])
             optimizer = make_optimizer(model, number)
             _require_a_posterior(optimizer)
             scheduler = None if make_scheduler is None else _scheduler(make_scheduler, optimizer)
@@ -97,6 +97,20 @@ def _refuse_parameters(loss_fn: LossFunction) -> None:
         )
 
 
+def _refuse_trained(model: nn.Module, members: Iterable[nn.Module]) -> None:
+    """Refuse weights that another member trains: they would be trained on and on. Frozen ones may be shared."""
+    own = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    for member in members:
+        shared = [own[id(p)] for p in member.parameters() if p.requires_grad and id(p) in own]
+        if shared or model is member:
+            what = "the same model twice" if model is member else f"models that share the weights {shown(shared)}"
+            raise ValueError(
+                f"train_mixture(make_model, ...): it returned {what}, must return a new one each time: members would "
+                "be one network, trained on and on. Pass e.g. lambda: MyModel(), with all that is trained made in it; "
+                "copy.deepcopy(part) is a copy for each of a part that was made before."
+            )
+
+
 def _require_functions(**functions: Any) -> None:
     """Refuse a model, an optimizer or a scheduler in the place of what makes one for each member."""
     for name, function in functions.items():
@@ -107,6 +121,19 @@ def _require_functions(**functions: Any) -> None:
                 f"train_mixture({name}): got {shown(function)}, must be a function that makes a new one for each "
                 "member. Pass a lambda."
             )
+
+
+def _require_model_and_seed(make_optimizer: Callable[..., Any]) -> None:
+    """Refuse a function of the model alone: all members would have the same noise."""
+    try:
+        inspect.signature(make_optimizer).bind(None, 0)
+    except TypeError as error:
+        raise TypeError(
+            f"train_mixture(make_optimizer): it takes other arguments ({error}), must take a model and a seed. Pass "
+            "e.g. lambda model, seed: vprop.Vario(model.parameters(), num_data=1000, batch_size=32, seed=seed)."
+        ) from None
+    except ValueError:
+        pass  # a function that does not say what it takes
 
 
 def _require_a_posterior(optimizer: Any) -> None:
@@ -132,12 +159,11 @@ def _scheduler(make_scheduler: Callable[[Any], Any], optimizer: Any) -> Any:
 def _train(
     model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable[Any], loss_fn: LossFunction, epochs: int
 ) -> None:
-    device = next(model.parameters()).device
+    place = Place.of(model)
     for _ in range(epochs):
         batches = 0
         for x, y in _pairs(loader):
-            x, y = (value.to(device) if isinstance(value, torch.Tensor) else value for value in (x, y))
-            optimizer.step(Objective(model, loss_fn, x, y))
+            optimizer.step(Objective(model, loss_fn, place.put(x), place.put(y)))
             if scheduler is not None:
                 scheduler.step()
             batches += 1

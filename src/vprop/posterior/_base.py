@@ -328,6 +328,10 @@ class Posterior(Decisions, ABC):
         """Which draws of a prediction are made by whom: all by itself, or some by each member of a mixture."""
         return [(self, range(num_samples))]
 
+    def _noise_variance_of(self, member: Posterior) -> float | Tensor:
+        """The noise around outputs of ``member``, which is one of those of ``_shared_out``."""
+        return self.noise_variance
+
     def _stacked_draws(self, seed: int, start: int, stop: int) -> dict[str, Tensor]:
         """Draws ``start`` to ``stop - 1`` of a seed, in the first dimension, in the model's dtypes."""
         draws = [self._in_model_dtypes(self._draw(seed, sample)) for sample in range(start, stop)]

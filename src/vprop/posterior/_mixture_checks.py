@@ -144,11 +144,18 @@ def agreed_likelihood(members: Sequence[Posterior], weights: Sequence[float]) ->
             f"Mixture(posteriors): their likelihoods differ ({', '.join(sorted(map(repr, kinds)))}), must agree. Pass "
             "the same likelihood to optimizer.posterior(model, likelihood=...) of every member."
         )
-    noises = [member.noise_variance for member in members]
+    return {
+        "likelihood": kinds.pop(),
+        "noise_variance": mean_noise([member.noise_variance for member in members], weights),
+    }
+
+
+def mean_noise(noises: Sequence[float | Tensor], weights: Sequence[float]) -> float | Tensor:
+    """Σₖ πₖvₖ, by which a new observation varies around a draw's output, on average."""
     if all(not isinstance(noise, Tensor) and noise == noises[0] for noise in noises):
-        return {"likelihood": kinds.pop(), "noise_variance": noises[0]}
+        return noises[0]
     device = next((noise.device for noise in noises if isinstance(noise, Tensor)), "cpu")
     wide = torch.zeros((), dtype=torch.float64, device=device)
     mean = sum(weight * in_precision_of(noise, wide) for weight, noise in zip(weights, noises, strict=True))
     assert isinstance(mean, Tensor)
-    return {"likelihood": kinds.pop(), "noise_variance": float(mean) if mean.dim() == 0 else mean}
+    return float(mean) if mean.dim() == 0 else mean

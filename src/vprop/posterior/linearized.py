@@ -160,7 +160,7 @@ class LinearizedPrediction(Prediction):
         """The noise variance; where log v is an output, E[v] = exp(E[log v] + ½Var[log v])."""
         mean = self.mean
         if self.likelihood == "gaussian":
-            return self._noise_like(mean)
+            return self._noise_like(mean, self._noise_variance)
         log_variance = split_heteroscedastic(self.output_mean)[1] + 0.5 * self.output_variance[..., mean.shape[-1] :]
         return log_variance.clamp_max(LOG_VARIANCE_LIMIT).exp()
 

@@ -13,7 +13,7 @@ evidence like any ELBO. Members far from each other (a deep ensemble) have I = H
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -31,8 +31,10 @@ from vprop.posterior._mixture_checks import (
     check_members,
     check_priors,
     check_zeros,
+    mean_noise,
 )
 from vprop.posterior.prior import GaussianPrior
+from vprop.precision import in_precision_of
 
 _CHOICE = 2**32 - 1
 """The parameter number whose noise chooses members: no parameter has it."""
@@ -103,6 +105,7 @@ class Mixture(Posterior):
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """log Σₖ πₖqₖ(weights)."""
+        self._check_names(weights)
         check_zeros(self.members, "log_prob")
         logs = torch.stack([member.log_prob(dict(weights)).double().cpu() for member in self.members])
         return torch.logsumexp(logs + self._shares().log(), 0)
@@ -171,6 +174,17 @@ class Mixture(Posterior):
         starts = [sum(own < k for own in chosen) for k in range(len(self.members) + 1)]
         return [(member, range(starts[k], starts[k + 1])) for k, member in enumerate(self.members)]
 
+    def _noise_variance_of(self, member: Posterior) -> float | Tensor:
+        """Its own, as calibration of the whole has scaled it; that of the whole where somebody has given it another."""
+        noises = [own.noise_variance * (self.scales.noise / own.scales.noise) for own in self.members]
+        mean = mean_noise(noises, self.weights)
+        device = mean.device if isinstance(mean, Tensor) else "cpu"
+        wide = torch.zeros((), dtype=torch.float64, device=device)
+        mine, of_members = (in_precision_of(value, wide) for value in (self.noise_variance, mean))
+        if mine.shape != of_members.shape or not torch.allclose(mine, of_members, rtol=1e-6, atol=0.0):
+            return self.noise_variance
+        return noises[next(k for k, own in enumerate(self.members) if own is member)]
+
     def _member_at(self, quantile: float) -> int:
         """The member whose part of [0, 1], cut by the weights, holds ``quantile``."""
         end = 0.0
@@ -221,7 +235,8 @@ def _checked_weights(weights: Any, count: int) -> list[float]:
     if weights is None:
         return [1 / count] * count
     values = weights.tolist() if isinstance(weights, Tensor) else weights
-    values = list(values) if isinstance(values, Iterable) else []
+    in_order = isinstance(values, Iterable) and not isinstance(values, Mapping | Set)
+    values = list(values) if in_order else []
     right = len(values) == count and all(is_finite(value) and value >= 0 for value in values)
     values = [float(value) for value in values] if right else []
     if not 0 < sum(values) < math.inf:

@@ -39,6 +39,9 @@ class Prediction:
     ([[2.0]], [[2.0]], [[3.0]])
     """
 
+    _noises: Tensor | None = None
+    """Of each sample, in the first dimension, where they differ: members of a mixture learned each its own."""
+
     def __init__(
         self,
         samples: Tensor,
@@ -95,11 +98,7 @@ class Prediction:
         if self.likelihood in _CLASSIFIERS:
             return sample_quantile(self._sample_probs(), q)
         means = self._sample_means()
-        if self.likelihood == "heteroscedastic":
-            variances = split_heteroscedastic(self.samples)[1].exp()
-        else:
-            variances = self.aleatoric_variance.expand_as(means)
-        return mixture_quantile(means, variances, q)
+        return mixture_quantile(means, self._sample_variances().expand_as(means), q)
 
     # -- classification --------------------------------------------------------------------------------------
 
@@ -146,18 +145,24 @@ class Prediction:
     @property
     def aleatoric_variance(self) -> Tensor:
         """Variance of an observation around its mean, averaged over samples: what more data would not remove."""
-        means = self._sample_means()
-        if self.likelihood == "heteroscedastic":
-            return split_heteroscedastic(self.samples)[1].exp().mean(0)
-        return self._noise_like(means[0])
+        return self._sample_variances().mean(0)
 
     @property
     def variance(self) -> Tensor:
         """Variance of a new observation: epistemic plus aleatoric."""
         return self.epistemic_variance + self.aleatoric_variance
 
-    def _noise_like(self, mean: Tensor) -> Tensor:
-        noise = torch.as_tensor(self._noise_variance, dtype=mean.dtype, device=mean.device)
+    def _sample_variances(self) -> Tensor:
+        """v of each sample; of one alone if it is the same for all."""
+        means = self._sample_means()
+        if self.likelihood == "heteroscedastic":
+            return split_heteroscedastic(self.samples)[1].exp()
+        if self._noises is None:
+            return self._noise_like(means[0], self._noise_variance)[None]
+        return torch.stack([self._noise_like(mean, noise) for mean, noise in zip(means, self._noises, strict=True)])
+
+    def _noise_like(self, mean: Tensor, noise_variance: float | Tensor) -> Tensor:
+        noise = torch.as_tensor(noise_variance, dtype=mean.dtype, device=mean.device)
         try:
             return noise.expand(mean.shape)
         except RuntimeError as error:
@@ -178,12 +183,20 @@ class Prediction:
 
     def _on_cpu(self) -> Prediction:
         """The same with its tensors on the CPU, where there is room for those of many batches."""
-        return Prediction(self.samples.cpu(), self.likelihood, self._noise_on_cpu())
+        on_cpu = self._of_samples(self.samples.cpu())
+        on_cpu._noise_variance = self._noise_on_cpu()
+        return on_cpu
+
+    def _of_samples(self, samples: Tensor) -> Prediction:
+        """What is said of other samples, with as many draws, by the same likelihood."""
+        other = Prediction(samples, self.likelihood)
+        other._noise_variance, other._noises = self._noise_variance, self._noises
+        return other
 
     @classmethod
     def _joined(cls, parts: Sequence[Any]) -> Prediction:
         """One prediction for the examples of all parts, which are of this class."""
-        return Prediction(joined([part.samples for part in parts], 1), parts[0].likelihood, parts[0]._noise_variance)
+        return parts[0]._of_samples(joined([part.samples for part in parts], 1))
 
     def _raw(self) -> Tensor:
         """What the model itself returned, for a look at whether it is finite: examples after the first dimension."""

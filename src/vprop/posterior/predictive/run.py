@@ -21,6 +21,7 @@ from vprop.posterior.predictive.jacobians import LinearizedOutputs
 from vprop.posterior.predictive.progress import bar
 from vprop.posterior.predictive.sampling import SampledOutputs
 from vprop.posterior.summary import PredictionSummary
+from vprop.precision import as_tensor
 from vprop.wrappers import refuse_sharded
 
 if TYPE_CHECKING:
@@ -88,12 +89,14 @@ def predict(
     refuse_sharded(posterior.model, "predict()")
     _refuse_another_model(posterior)
     likelihood = posterior.likelihood if likelihood is None else likelihood
+    own_noise = noise_variance is None and likelihood == "gaussian"
     if noise_variance is not None:
         refuse_noise_of_classes(likelihood, noise_variance)
-    elif likelihood == "gaussian":
+    elif own_noise:
         noise_variance = posterior.noise_variance
     batches = batches_of(x, settings.batch_size, posterior.model)
-    predicted = _of_a_batch(posterior, settings, likelihood, noise_variance, several=not batches.whole)
+    how: Any = {"own_noise": own_noise, "several": not batches.whole}
+    predicted = _of_a_batch(posterior, settings, likelihood, noise_variance, **how)
     parts = []
     total = None if batches.count is None or settings.method != "monte_carlo" else batches.count * settings.num_samples
     with bar(total, settings.progress) as report:
@@ -111,6 +114,7 @@ def _of_a_batch(
     likelihood: LikelihoodLike | None,
     noise_variance: float | Tensor | None,
     *,
+    own_noise: bool,
     several: bool,
 ) -> Callable[[Any, Callable[[int], None]], Prediction]:
     """What makes the prediction for a batch: the same weights, or the same linearisation, for all of them."""
@@ -137,11 +141,26 @@ def _of_a_batch(
         for (own, samples), of_draws in zip(shares, statistics, strict=True)
     ]
 
+    noises = _noises(posterior, shares) if own_noise else None
+
     def predicted(x: Any, report: Callable[[int], None]) -> Prediction:
         outputs = torch.cat([part(x, report) for part in parts])
-        return Prediction(scaled_outputs(outputs, likelihood, scales), likelihood, noise_variance)
+        prediction = Prediction(scaled_outputs(outputs, likelihood, scales), likelihood, noise_variance)
+        prediction._noises = noises
+        return prediction
 
     return predicted
+
+
+def _noises(posterior: Posterior, shares: list[tuple[Posterior, range]]) -> Tensor | None:
+    """The noise around each draw's outputs; ``None`` where it is the same around all."""
+    each = [as_tensor(posterior._noise_variance_of(own)).double().cpu() for own, _ in shares]
+    if all(torch.equal(noise, each[0]) for noise in each):
+        return None
+    together = torch.broadcast_tensors(*each)
+    return torch.cat(
+        [noise.expand(len(draws), *noise.shape) for noise, (_, draws) in zip(together, shares, strict=True)]
+    )
 
 
 def _whole(parts: list[Prediction], batches: Batches) -> Prediction:
