@@ -36,6 +36,20 @@ def nanogpt_groups(model, weight_decay):
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
+WORDS = {"structure": "eigenbasis", "preconditioner": "identity"}
+WITHOUT = [(info, name) for info in TABLE for name in WORDS if name not in info.build([weight()], num_data=10).defaults]
+
+
+@pytest.mark.parametrize(("info", "name"), WITHOUT, ids=lambda one: getattr(one, "name", one))
+def test_words_for_other_optimizers_of_ours_are_refused(info, name):
+    """They are no marks of somebody else: a diagonal posterior would stand where an eigenbasis was asked for."""
+    entry = {name: WORDS[name]}
+    with pytest.raises(ValueError, match=rf"Invalid {name}='.*must be left out with {info.name}.*Vprop, Vario"):
+        info.build([{"params": [weight()], **entry}], num_data=10)
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'\. Vprop, Vario"):
+        info.constructor([weight()], num_data=10, **info.required, **entry)
+
+
 @pytest.mark.parametrize("info", TABLE, ids=lambda info: info.name)
 class TestEveryOptimizer:
     def test_weight_decay_says_what_it_becomes(self, info):

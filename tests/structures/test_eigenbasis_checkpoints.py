@@ -180,3 +180,16 @@ def test_a_state_that_has_made_no_step_may_lack_its_bases():
         for number, entry in saved["state"].items()
     }
     optimizer.load_state_dict(saved)
+
+
+def test_a_raised_limit_is_refused_at_the_step():
+    """There are no bases for longer sides, and a checkpoint that asks for them could not be loaded."""
+    model, optimizer = make(max_basis_dim=3)
+    train(None, model=model, optimizer=optimizer, steps=2)
+    optimizer.param_groups[0]["max_basis_dim"] = 8
+    with pytest.raises(ValueError, match=r"Invalid max_basis_dim=8: must be less than \d, as it was when the state"):
+        train(None, model=model, optimizer=optimizer, steps=1)
+    optimizer.param_groups[0]["max_basis_dim"] = 3
+    train(None, model=model, optimizer=optimizer, steps=1)
+    other, resumed = make(max_basis_dim=3)
+    resumed.load_state_dict(optimizer.state_dict())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vprop.checks import invalid
 from vprop.optim._arguments import callers_level
-from vprop.optim.hyperparameters import Hyperparameter
+from vprop.optim.hyperparameters import OF_OTHERS, Hyperparameter
 
 _OURS = frozenset({"params", "param_names", "auto_prior", "variational_method", "differentiable"})
 _WRITTEN_BY_SCHEDULERS = frozenset(
@@ -47,6 +47,8 @@ def check_entries(group: dict[str, Any], arguments: Collection[str], optimizer: 
             continue
         if name in _REMEDIES:
             raise invalid(name, value, f"0 with {optimizer}, {_REMEDIES[name][0]}", _REMEDIES[name][1])
+        if name in OF_OTHERS:
+            raise invalid(name, value, f"left out with {optimizer}, which has no such argument", OF_OTHERS[name])
         if not isinstance(value, str):  # words are marks for somebody else
             warnings.warn(
                 f"A parameter group has {name}={value!r}, which is no argument of {optimizer} and changes nothing. It "

@@ -97,7 +97,22 @@ class Eigenbasis(PortableDiagonal):
                     'nothing of rotated coordinates. With structure="eigenbasis" use an estimator of gradients and '
                     "noise: SquaredGradient, AntitheticSpread, SampleSpread, Price."
                 )
+            for member in step.members:
+                self._refuse_longer_sides(member, state.get(member.p, {}))
         super().prepare(groups, state)
+
+    @staticmethod
+    def _refuse_longer_sides(member: Member, state: State) -> None:
+        """Refuse a limit that was raised since: the state has no bases for such sides, and could not be loaded."""
+        limit = member.group["max_basis_dim"]
+        lacking = [n for side, n in sides_of(member.p.shape, limit) if "hess" in state and f"{side}_basis" not in state]
+        if lacking:
+            raise invalid(
+                "max_basis_dim",
+                limit,
+                f"less than {min(lacking)}, as it was when the state of parameter {member.number} was made",
+                "Make a new optimizer for bases of longer sides.",
+            )
 
     # -- state -----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,13 @@ PARAMS += "group, except ``mc_samples``, which all groups share."
 
 Class = TypeVar("Class", bound=type)
 
-_ELSEWHERE = {
+OF_OTHERS = {
+    "structure": "Vprop, Vario and IVON have a choice of it; VON and VONG are full, all others diagonal.",
+    "preconditioner": "Vprop, Vario, IVON, VOGN, CVI and MeanField have it.",
+}
+"""Arguments of other optimizers of this library, whose values are words."""
+
+_ELSEWHERE = OF_OTHERS | {
     "weight_decay": "The prior does its work: pass prior_precision=weight_decay*num_data.",
     "momentum": "Pass betas=(momentum, decay of the curvature).",
     "eps": "The prior keeps the curvature away from zero: leave eps out.",
