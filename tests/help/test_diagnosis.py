@@ -335,3 +335,18 @@ def test_groups_without_weights_have_nothing_wrong(case):
     assert {finding.group for finding in optimizer.diagnose()} <= {2}
     assert [group["prior_precision"] for group in optimizer.param_groups[:2]] == [1.0, 1.0]
     assert optimizer.param_groups[2]["prior_precision"] != 1.0
+
+
+def test_a_full_structure_in_vario_is_told_to_be_diagonal():
+    """It is Vario already, and "use Vario" alone would say nothing."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)), torch.randn(64, 4), torch.randn(64, 1)
+    full = {"structure": "full", "preconditioner": "precision", "noise_limit": math.inf}
+    optimizer = Vario(
+        model.parameters(), lr=0.1, num_data=64, batch_size=64, temperature=1e4, prior_precision=0.01, **full
+    )
+    for _ in range(20):
+        optimizer.step(Objective(model, F.mse_loss, x, y))
+    (finding,) = (finding for finding in optimizer.diagnose() if finding.symptom == "noise dominates")
+    assert finding.advice.change["structure"] == "diagonal"
+    assert 'structure="diagonal"' in str(finding)

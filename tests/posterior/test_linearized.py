@@ -388,3 +388,21 @@ def test_autocast_is_for_the_model_and_not_for_the_covariance():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = posterior.predict(x, method="linearized").output_covariance
     assert torch.equal(found, expected)
+
+
+def test_a_model_that_is_partly_in_16_bits():
+    """Alone and among others an example is rounded otherwise, as in a model that is all in 16 bits."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 64).bfloat16(), nn.Linear(64, 3)
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.first(x.bfloat16())).float())
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = Mixed(), torch.randn(64, 16)
+    posterior = Vprop(model.parameters(), num_data=10).posterior(model, likelihood="categorical")
+    assert posterior.predict(x, method="linearized").output_mean.shape == (64, 3)

@@ -191,5 +191,5 @@ def test_a_raised_limit_is_refused_at_the_step():
         train(None, model=model, optimizer=optimizer, steps=1)
     optimizer.param_groups[0]["max_basis_dim"] = 3
     train(None, model=model, optimizer=optimizer, steps=1)
-    other, resumed = make(max_basis_dim=3)
+    _, resumed = make(max_basis_dim=3)
     resumed.load_state_dict(optimizer.state_dict())

@@ -81,6 +81,8 @@ def vario(settings: Mapping[str, Any], examples: int | None) -> Advice:
         change["prior_precision"] = prior
     if settings["temperature"] != 1:
         change["temperature"] = settings["temperature"]
+    if settings.get("structure") == "full":  # which has no bound, in Vario too
+        change["structure"] = "diagonal"
     arguments = {"num_data": settings["num_data"], "batch_size": "M"} | change
     call = ", ".join(f"{name}={_shown(value)}" for name, value in arguments.items())
     note = " (M examples in a mini-batch)" if examples is None else ""

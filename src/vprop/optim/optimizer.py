@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from vprop.checks import check_model, invalid
+from vprop.checks import check_flag, check_model, invalid
 from vprop.curvature import CurvatureEstimator
 from vprop.help.auto_prior import take_auto
 from vprop.help.diagnosis import Diagnosis, diagnose
@@ -230,6 +230,8 @@ class VariationalOptimizer(TrainingLoops):
         ``basis_every`` of them. ``solve=True`` computes eigenvectors anew, ``False`` makes a small turn towards them,
         which a graph can capture; by default the number of steps decides, with ever fewer of the first.
         """
+        if solve is not None:
+            check_flag("solve", solve)
         if self._sampling.drawn_samples or not self._sampling.is_mean:
             raise RuntimeError("refresh_bases() in the middle of a step: call it after step(), before the next sample.")
         self._prepare()

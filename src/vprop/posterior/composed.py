@@ -22,7 +22,8 @@ _STRIDE = 0x9E3779B97F4A7C15
 class ComposedPosterior(Posterior):
     """q(θ) = Π q(θₚ) over ``parts``, posteriors by the name of their structure, each over parameters of its own.
 
-    Entropies, KL divergences and log-probabilities add up.
+    Entropies, KL divergences and log-probabilities add up. Draw from the whole: parts that are asked one by one for
+    draws of one seed make them of the same noise.
     """
 
     structure = "composed"

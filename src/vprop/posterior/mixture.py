@@ -197,8 +197,8 @@ class Mixture(Posterior):
     # -- files -----------------------------------------------------------------------------------------------
 
     def _sections(self) -> dict[str, dict[str, Tensor]]:
+        parts = [io.parts_of(member)[0] for member in self.members]  # refuses what a member alone would be refused for
         check_frozen(self.members)
-        parts = (io.parts_of(member)[0] for member in self.members)
         return {"member": {f"{k}/{key}": tensor for k, part in enumerate(parts) for key, tensor in part.items()}}
 
     def _settings(self) -> dict[str, Any]:

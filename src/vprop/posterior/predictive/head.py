@@ -61,7 +61,8 @@ def _module(model: nn.Module, name: Any) -> nn.Module:
             f"one of {_some(list(modules))}."
         )
     if name not in modules:
-        raise ValueError(f"last_layer({name!r}): the model has no such module. It has {_some(list(modules))}.")
+        found = f"It has {_some(list(modules))}." if modules else "It is a single one: leave out last_layer()."
+        raise ValueError(f"last_layer({name!r}): the model has no such module. {found}")
     return modules[name]
 
 
