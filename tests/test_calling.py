@@ -157,3 +157,19 @@ def test_copies_have_what_was_written_onto_a_tensor():
     x = torch.ones(2)
     x.scale = 2.0
     assert copied(x).scale == 2.0
+
+
+def test_copies_of_ragged_tensors_have_a_memory_of_their_own():
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    copied(ragged).values().mul_(2)
+    assert torch.equal(ragged.values(), torch.ones(6, 3))
+
+
+def test_a_head_after_nan_inputs_in_inference_mode():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    posterior = vprop.Vprop(model.parameters(), num_data=8).posterior(model, likelihood="gaussian").last_layer()
+    x = torch.ones(3, 2)
+    x[1] = float("nan")
+    with torch.inference_mode(), pytest.warns(RuntimeWarning, match="NaN for 1 of 3"):
+        assert int(posterior.predict(x, num_samples=2).mean.isnan().sum()) == 1

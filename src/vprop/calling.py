@@ -58,7 +58,8 @@ def copied(x: Any) -> Any:
 
 def _clone(value: Tensor) -> Tensor:
     clone = value.clone()
-    clone.__dict__.update(value.__dict__)  # what somebody has written onto it
+    if type(value) is Tensor and not torch.compiler.is_compiling():  # others keep their data in it
+        clone.__dict__.update(value.__dict__)  # what somebody has written onto it
     return clone
 
 
@@ -114,8 +115,10 @@ class Seen:
 
 
 def _differ(tensor: Tensor, kept: Tensor) -> bool:
-    """Whether they may: torch compares no sparse ones."""
-    return tensor.layout != torch.strided or not torch.equal(tensor, kept)
+    """Whether they may: torch compares no sparse ones. NaN is what it was."""
+    if tensor.layout != torch.strided:
+        return True
+    return not (torch.equal(tensor, kept) or bool(((tensor == kept) | ((tensor != tensor) & (kept != kept))).all()))
 
 
 def _is_packed(value: Any) -> bool:

@@ -9,6 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from vprop.checks import is_number
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -33,7 +35,7 @@ def as_tensor(value: Any) -> Tensor:
         return value
     if hasattr(value, "__array__"):
         array = value.__array__()
-        value = array.astype(array.dtype.newbyteorder("="))
+        value = array.astype(array.dtype.newbyteorder("="), order="C")
     return torch.as_tensor(value, device="cpu")
 
 
@@ -42,7 +44,7 @@ def in_precision_of(value: Any, like: Tensor) -> Tensor:
 
     torch makes float32 of a number that nobody names a dtype for, and float64 weights then have a prior of 1.70000005.
     """
-    if hasattr(value, "__array__"):  # tensors have it too
+    if hasattr(value, "__array__") and not is_number(value):  # tensors have it too, and NumPy's numbers
         return as_tensor(value).to(like)
     return torch.as_tensor(value, dtype=like.dtype, device="cpu").to(like.device)
 

@@ -157,6 +157,51 @@ def test_frozen_weights_may_be_shared():
     assert len(mixture) == 2
 
 
+def test_a_body_that_no_optimizer_trains_may_be_shared():
+    body = nn.Linear(1, 3)  # requires_grad is left on, as people do
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = body, nn.Linear(3, 1)
+
+        def forward(self, x):
+            with torch.no_grad():
+                features = torch.tanh(self.body(x))
+            return self.head(features)
+
+    mixture = vprop.train_mixture(
+        Head,
+        lambda model, seed: vprop.Vprop(model.head.parameters(), num_data=4, seed=seed),
+        [(torch.ones(2, 1), torch.ones(2, 1))],
+        F.mse_loss,
+        members=2,
+    )
+    assert len(mixture) == 2
+
+
+def test_targets_keep_their_form_and_class_numbers_of_arrays_are_class_numbers():
+    def train(y, loss_fn):
+        mixture = vprop.train_mixture(
+            lambda: nn.Linear(1, 3),
+            lambda model, seed: vprop.Vprop(model.parameters(), num_data=4, seed=seed),
+            [(torch.ones(2, 1), y)],
+            loss_fn,
+            members=2,
+        )
+        return mixture.members[1].mean["weight"]
+
+    def of_a_list(output, y):
+        assert type(y) is list
+        return F.cross_entropy(output, y[0])
+
+    labels = np.array([0, 2])
+    expected = train(torch.tensor(labels), F.cross_entropy)
+    for kind in ("int8", "int32", ">i8"):
+        assert torch.equal(train(labels.astype(kind), F.cross_entropy), expected)
+    assert torch.equal(train([labels], of_a_list), expected)
+
+
 def test_several_inputs_and_arrays_go_where_the_model_is():
     class Sum(nn.Module):
         def __init__(self):
@@ -183,13 +228,14 @@ def test_several_inputs_and_arrays_go_where_the_model_is():
     assert torch.equal(train(({"a": x, "b": x}, y)), expected)
 
 
-def test_seeds_end_where_they_begin():
+@pytest.mark.parametrize("seed", [2**64 - 1, np.uint64(2**64 - 1)])
+def test_seeds_end_where_they_begin(seed):
     mixture = vprop.train_mixture(
         lambda: nn.Linear(1, 1),
         lambda model, seed: vprop.Vprop(model.parameters(), num_data=4, seed=seed),
         [(torch.ones(2, 1), torch.ones(2, 1))],
         F.mse_loss,
         members=2,
-        seed=2**64 - 1,
+        seed=seed,
     )
     assert [member.seed for member in mixture.members] == [2**64 - 1, 0]

@@ -390,19 +390,24 @@ def test_autocast_is_for_the_model_and_not_for_the_covariance():
     assert torch.equal(found, expected)
 
 
-def test_a_model_that_is_partly_in_16_bits():
+@pytest.mark.parametrize("where", ["weights", "frozen weights", "autocast"])
+def test_a_model_that_is_partly_in_16_bits(where):
     """Alone and among others an example is rounded otherwise, as in a model that is all in 16 bits."""
+    dtype = torch.float32 if where == "autocast" else torch.bfloat16
 
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.last = nn.Linear(16, 64).bfloat16(), nn.Linear(64, 3)
+            self.first, self.last = nn.Linear(16, 64).to(dtype), nn.Linear(64, 3)
 
         def forward(self, x):
-            return self.last(torch.tanh(self.first(x.bfloat16())).float())
+            return self.last(torch.tanh(self.first(x.to(dtype))).float()).float()
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, x = Mixed(), torch.randn(64, 16)
-    posterior = Vprop(model.parameters(), num_data=10).posterior(model, likelihood="categorical")
-    assert posterior.predict(x, method="linearized").output_mean.shape == (64, 3)
+    model.first.requires_grad_(where != "frozen weights")
+    learned = [p for p in model.parameters() if p.requires_grad]
+    posterior = Vprop(learned, num_data=10).posterior(model, likelihood="categorical")
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "autocast"):
+        assert posterior.predict(x, method="linearized").output_mean.shape == (64, 3)

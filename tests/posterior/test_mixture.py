@@ -285,6 +285,38 @@ def test_quantiles_are_of_observations_around_each_member_with_its_own_noise(tmp
         assert found[:, 0, 0].tolist() == pytest.approx(scaled, rel=1e-4)
 
 
+@pytest.mark.parametrize("num_samples", [9, 10])
+def test_draws_of_one_member_alone_have_its_noise(num_samples):
+    """Of nine draws at weights of 9:1 all are of the first member."""
+    prediction = Mixture([regressor(0.01), regressor(100.0)], [0.9, 0.1]).predict(torch.zeros(1, 1), num_samples)
+    share = 1.0 if num_samples == 9 else 0.9
+    expected = quantile_of((0.01, 100.0), (share, 1 - share), 0.75)
+    assert float(prediction.quantile(0.75)[0, 0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_noise_of_16_bits_is_scaled_in_full():
+    wide = [torch.tensor([0.013, 0.2]).bfloat16().float(), torch.tensor([3.1, 0.7]).bfloat16().float()]
+    ends = []
+    y = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    for noises in (wide, [noise.bfloat16() for noise in wide]):
+        mixture = Mixture([regressor(noise) for noise in noises])
+        fit = vprop.calibration.fit_noise_scale(mixture, torch.zeros(200, 1), y, num_samples=8)
+        ends.append(float(fit.posterior.predict(torch.zeros(1, 1), 8).quantile(0.9)[0, 0]))
+    assert ends[1] == pytest.approx(ends[0], rel=1e-3)
+
+
+def test_a_noise_that_was_given_to_an_inner_mixture_is_that_of_its_draws(tmp_path):
+    inner = Mixture([regressor(0.01), regressor(0.02)])
+    inner.noise_variance = 0.25
+    whole = Mixture([inner, regressor(4.0)])
+    whole.save(tmp_path / "mixture.safetensors")
+    loaded = vprop.load_posterior(tmp_path / "mixture.safetensors", nn.Linear(1, 2, bias=False))
+    expected = quantile_of((0.25, 4.0), (0.5, 0.5), 0.9)
+    for mixture in (whole, loaded):
+        assert float(mixture.predict(torch.zeros(1, 1), 8).quantile(0.9)[0, 0]) == pytest.approx(expected, rel=1e-4)
+    assert inner.members[0].noise_variance == 0.01
+
+
 def test_a_noise_for_the_whole_is_that_of_every_draw():
     mixture, x = Mixture([regressor(0.01), regressor(1.0)]), torch.zeros(3, 1)
     one = mixture.predict(x, 8, noise_variance=0.25)

@@ -78,7 +78,8 @@ def test_draws_that_are_made_again_are_the_same(posterior, monkeypatch, kept_byt
 
 def test_arrays(posterior):
     expected = posterior.predict(X, 3).samples
-    for array in (X.numpy(), X.double().numpy(), X.flip(0).numpy()[::-1], pd.DataFrame(X.numpy())):
+    other_bytes = X.numpy().astype(">f4")
+    for array in (X.numpy(), X.double().numpy(), X.flip(0).numpy()[::-1], other_bytes, pd.DataFrame(X.numpy())):
         assert torch.equal(posterior.predict(array, 3).samples, expected)
         torch.testing.assert_close(posterior.predict(array, 3, batch_size=20).samples, expected, rtol=1e-5, atol=1e-6)
     fixed = X.numpy().copy()

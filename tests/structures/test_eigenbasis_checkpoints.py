@@ -180,6 +180,8 @@ def test_a_state_that_has_made_no_step_may_lack_its_bases():
         for number, entry in saved["state"].items()
     }
     optimizer.load_state_dict(saved)
+    train(None, model=model, optimizer=optimizer, steps=1)
+    assert all("left_basis" in optimizer.state[p] for p in model.parameters())
 
 
 def test_a_raised_limit_is_refused_at_the_step():

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from vprop.checks import check_loss, check_model, check_seed, invalid, is_number, shown
 from vprop.likelihood import LikelihoodLike, likelihood_of
 from vprop.objective import LossFunction, Objective
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.posterior import Mixture, Posterior
-from vprop.posterior.predictive.inputs import Place
+from vprop.posterior.predictive.inputs import Place, is_array
 from vprop.wrappers import unwrapped
 
 
@@ -64,15 +65,17 @@ def train_mixture(
     _refuse_parameters(loss_fn)
     _require_functions(make_model=make_model, make_optimizer=make_optimizer, make_scheduler=make_scheduler)
     _require_model_and_seed(make_optimizer)
-    posteriors: list[Posterior] = []
-    for number in (number % 2**64 for number in range(check_seed(seed), seed + members)):
+    posteriors, trained = list[Posterior](), dict[int, nn.Parameter]()
+    seed = check_seed(seed)
+    for number in (number % 2**64 for number in range(seed, seed + int(members))):
         with torch.random.fork_rng():
             torch.manual_seed(number)
             model = make_model()
             check_model(model, "train_mixture(make_model, ...): what it returned")
-            _refuse_trained(unwrapped(model), [posterior.model for posterior in posteriors])
+            _refuse_again(unwrapped(model), [posterior.model for posterior in posteriors])
             optimizer = make_optimizer(model, number)
             _require_a_posterior(optimizer)
+            _refuse_trained(unwrapped(model), optimizer, trained)
             scheduler = None if make_scheduler is None else _scheduler(make_scheduler, optimizer)
             own_loss = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may have a state
             _train(model, optimizer, scheduler, loader, own_loss, epochs)
@@ -97,18 +100,29 @@ def _refuse_parameters(loss_fn: LossFunction) -> None:
         )
 
 
-def _refuse_trained(model: nn.Module, members: Iterable[nn.Module]) -> None:
-    """Refuse weights that another member trains: they would be trained on and on. Frozen ones may be shared."""
-    own = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    for member in members:
-        shared = [own[id(p)] for p in member.parameters() if p.requires_grad and id(p) in own]
-        if shared or model is member:
-            what = "the same model twice" if model is member else f"models that share the weights {shown(shared)}"
-            raise ValueError(
-                f"train_mixture(make_model, ...): it returned {what}, must return a new one each time: members would "
-                "be one network, trained on and on. Pass e.g. lambda: MyModel(), with all that is trained made in it; "
-                "copy.deepcopy(part) is a copy for each of a part that was made before."
-            )
+def _refuse_again(model: nn.Module, members: Iterable[nn.Module]) -> None:
+    """Refuse the model of another member."""
+    if any(model is member for member in members):
+        raise ValueError(
+            "train_mixture(make_model, ...): it returned the same model twice, must return a new one each time: "
+            "members would be one network, trained on and on. Pass e.g. lambda: MyModel()."
+        )
+
+
+def _refuse_trained(model: nn.Module, optimizer: Any, trained: dict[int, Any]) -> None:
+    """Refuse weights that another member has trained: they would be trained on and on. Others may be shared.
+
+    ``trained`` are those of all members, which it keeps: a number of one that is gone may be another's.
+    """
+    own = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    shared = [name for name, p in model.named_parameters() if id(p) in own and id(p) in trained]
+    if shared:
+        raise ValueError(
+            f"train_mixture(make_model, ...): it returned models that share the weights {shown(shared)}, must return "
+            "new ones each time: members would be one network, trained on and on. Make all that is trained in "
+            "make_model; copy.deepcopy(part) there is a copy of a part that was made before."
+        )
+    trained.update(own)
 
 
 def _require_functions(**functions: Any) -> None:
@@ -126,14 +140,16 @@ def _require_functions(**functions: Any) -> None:
 def _require_model_and_seed(make_optimizer: Callable[..., Any]) -> None:
     """Refuse a function of the model alone: all members would have the same noise."""
     try:
-        inspect.signature(make_optimizer).bind(None, 0)
+        signature = inspect.signature(make_optimizer)
+    except (TypeError, ValueError):  # a function that does not say what it takes
+        return
+    try:
+        signature.bind(None, 0)
     except TypeError as error:
         raise TypeError(
             f"train_mixture(make_optimizer): it takes other arguments ({error}), must take a model and a seed. Pass "
             "e.g. lambda model, seed: vprop.Vario(model.parameters(), num_data=1000, batch_size=32, seed=seed)."
         ) from None
-    except ValueError:
-        pass  # a function that does not say what it takes
 
 
 def _require_a_posterior(optimizer: Any) -> None:
@@ -163,7 +179,8 @@ def _train(
     for _ in range(epochs):
         batches = 0
         for x, y in _pairs(loader):
-            optimizer.step(Objective(model, loss_fn, place.put(x), place.put(y)))
+            y = tree_map(lambda leaf: _target(leaf, place), y)
+            optimizer.step(Objective(model, loss_fn, place.put(x), y))
             if scheduler is not None:
                 scheduler.step()
             batches += 1
@@ -172,6 +189,15 @@ def _train(
                 "train_mixture(loader): there are no batches in a pass. Pass a DataLoader or a list of (x, y), not an "
                 "iterator that is used up."
             )
+
+
+def _target(leaf: Any, place: Place) -> Any:
+    """A part of the targets where the model is; integers of an array are class numbers, as torch's losses take them."""
+    if not (isinstance(leaf, torch.Tensor) or is_array(leaf)):
+        return leaf
+    moved = place.put(leaf)
+    is_label = not (isinstance(leaf, torch.Tensor) or moved.is_floating_point() or moved.dtype == torch.bool)
+    return moved.long() if is_label else moved
 
 
 def _pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:

@@ -12,6 +12,7 @@ evidence like any ELBO. Members far from each other (a deep ensemble) have I = H
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -34,7 +35,7 @@ from vprop.posterior._mixture_checks import (
     mean_noise,
 )
 from vprop.posterior.prior import GaussianPrior
-from vprop.precision import in_precision_of
+from vprop.precision import as_tensor, in_precision_of
 
 _CHOICE = 2**32 - 1
 """The parameter number whose noise chooses members: no parameter has it."""
@@ -176,7 +177,7 @@ class Mixture(Posterior):
 
     def _noise_variance_of(self, member: Posterior) -> float | Tensor:
         """Its own, as calibration of the whole has scaled it; that of the whole where somebody has given it another."""
-        noises = [own.noise_variance * (self.scales.noise / own.scales.noise) for own in self.members]
+        noises = [_wide(own.noise_variance) * (self.scales.noise / own.scales.noise) for own in self.members]
         mean = mean_noise(noises, self.weights)
         device = mean.device if isinstance(mean, Tensor) else "cpu"
         wide = torch.zeros((), dtype=torch.float64, device=device)
@@ -253,12 +254,27 @@ def _flattened(posteriors: Sequence[Posterior], weights: Sequence[float]) -> tup
     shares: list[float] = []
     for posterior, weight in zip(posteriors, weights, strict=True):
         if isinstance(posterior, Mixture):
-            members += posterior.members
+            members += [_with_noise_of(posterior, own) for own in posterior.members]
             shares += [weight * own for own in posterior.weights]
         else:
             members.append(posterior)
             shares.append(weight)
     return members, shares
+
+
+def _with_noise_of(mixture: Mixture, member: Posterior) -> Posterior:
+    """A member as the mixture predicts with it, where a calibration or somebody gave the whole another noise."""
+    noise = mixture._noise_variance_of(member)
+    if torch.equal(as_tensor(noise).double().cpu(), as_tensor(member.noise_variance).double().cpu()):
+        return member
+    other = copy.copy(member)
+    other.noise_variance, other.scales = noise, member.scales._replace(noise=mixture.scales.noise)
+    return other
+
+
+def _wide(noise: float | Tensor) -> float | Tensor:
+    """In float64, where 16 bits would round what is multiplied."""
+    return noise.double() if isinstance(noise, Tensor) else noise
 
 
 def _moment(values: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:

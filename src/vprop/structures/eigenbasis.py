@@ -98,21 +98,30 @@ class Eigenbasis(PortableDiagonal):
                     "noise: SquaredGradient, AntitheticSpread, SampleSpread, Price."
                 )
             for member in step.members:
-                self._refuse_longer_sides(member, state.get(member.p, {}))
+                self._require_bases(member, state.get(member.p, {}))
         super().prepare(groups, state)
 
-    @staticmethod
-    def _refuse_longer_sides(member: Member, state: State) -> None:
-        """Refuse a limit that was raised since: the state has no bases for such sides, and could not be loaded."""
+    def _require_bases(self, member: Member, state: State) -> None:
+        """Refuse a limit that was raised after a step: there are no bases for such sides, and none could be loaded."""
         limit = member.group["max_basis_dim"]
-        lacking = [n for side, n in sides_of(member.p.shape, limit) if "hess" in state and f"{side}_basis" not in state]
-        if lacking:
+        lacking = {s: n for s, n in sides_of(member.p.shape, limit) if "hess" in state and f"{s}_basis" not in state}
+        if lacking and int(state["step"]) > 0:
             raise invalid(
                 "max_basis_dim",
                 limit,
-                f"less than {min(lacking)}, as it was when the state of parameter {member.number} was made",
-                "Make a new optimizer for bases of longer sides.",
+                f"less than {min(lacking.values())}, as it was when the state of parameter {member.number} was made",
+                "Put that back; a new optimizer can have bases for longer sides.",
             )
+        for side, length in lacking.items():
+            state.update(self._first_basis(member, side, length))
+
+    def _first_basis(self, member: Member, side: str, length: int) -> State:
+        """Of a side that nothing is known of: the coordinates of the weights."""
+        dtype, device = self.state_spec["hess"].dtype_for(member.p), member.p.device
+        return {
+            f"{side}_basis": torch.eye(length, dtype=dtype, device=device),
+            f"{side}_average": torch.zeros(length, length, dtype=dtype, device=device),
+        }
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -121,9 +130,7 @@ class Eigenbasis(PortableDiagonal):
         state, p = super().new_state(member), member.p
         state["hess"] = state["hess"].contiguous()
         for side, length in sides_of(p.shape, member.group["max_basis_dim"]):
-            dtype = self.state_spec["hess"].dtype_for(p)
-            state[f"{side}_basis"] = torch.eye(length, dtype=dtype, device=p.device)
-            state[f"{side}_average"] = torch.zeros(length, length, dtype=dtype, device=p.device)
+            state.update(self._first_basis(member, side, length))
         return state
 
     def peek_state(self, member: Member) -> State:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vprop.checks import invalid, is_number, shown
 from vprop.objective import Objective
+from vprop.precision import as_tensor
 
 LABELS = ("labels", "label", "label_ids")
 """What dictionaries call the targets: left out where the model's forward does not take them."""
@@ -226,10 +227,9 @@ def _length(loader: Any) -> int | None:
 
 
 def _tensor_from(array: Any) -> Tensor:
-    """A copy: arrays may be read-only, or run backwards."""
     values = array.__array__()
     try:
-        return torch.as_tensor(values.copy(), device="cpu")
+        return as_tensor(values)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"predict(x): got {described(values)}, must be an array of numbers. Encode what is text or a category, and "

@@ -73,8 +73,11 @@ class LinearizedOutputs:
         return mean, torch.cat(covariances) if covariances else empty
 
     def _coarse(self, outputs: Tensor) -> bool:
-        """Whether something is rounded to 16 bits on the way to the outputs."""
-        return any(t.dtype in (torch.float16, torch.bfloat16) for t in (outputs, *self._weights.values()))
+        """Whether something is rounded to 16 bits on the way to the outputs, as far as that is seen."""
+        model = self._posterior.model
+        tensors = (outputs, *self._weights.values(), *model.parameters(), *model.buffers())
+        autocast = torch.is_autocast_enabled(outputs.device.type)
+        return autocast or any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors)
 
     def _covariance(self, jacobian: Jacobian) -> Tensor:
         """Σ = RRᵀ, so JΣJᵀ = (JR)(JR)ᵀ: symmetric, and without a negative eigenvalue but for rounding."""
@@ -163,5 +166,6 @@ def _refuse_dependent(together: Tensor, apart: Tensor, coarse: bool) -> None:
         raise ValueError(
             'predict(method="linearized"): the model returns something else for an example alone than among others. '
             "The first dimension of its input and output must be examples that do not depend on each other; a sequence "
-            "needs the batch first (batch_first=True). Use the default, method='monte_carlo'."
+            "needs the batch first (batch_first=True). A model that computes in 16 bits inside rounds an example "
+            "otherwise than many. Use the default, method='monte_carlo'."
         )

@@ -153,9 +153,10 @@ def _of_a_batch(
 
 
 def _noises(posterior: Posterior, shares: list[tuple[Posterior, range]]) -> Tensor | None:
-    """The noise around each draw's outputs; ``None`` where it is the same around all."""
+    """The noise around each draw's outputs; ``None`` where it is that of the posterior around all."""
     each = [as_tensor(posterior._noise_variance_of(own)).double().cpu() for own, _ in shares]
-    if all(torch.equal(noise, each[0]) for noise in each):
+    of_all = as_tensor(posterior.noise_variance).double().cpu()
+    if all(torch.equal(noise, of_all) for noise in each):
         return None
     together = torch.broadcast_tensors(*each)
     return torch.cat(
