@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from vprop.lab.cli import app
-from vprop.lab.deep import compare, contenders, page, results
+from vprop.lab.deep import compare, contenders, page, results, table
 from vprop.lab.deep.compare import numbers, tasks_named
 from vprop.lab.deep.contenders import GROUPS, DeepContender
 from vprop.lab.deep.protocol import Bench
@@ -115,6 +115,17 @@ def test_results_can_be_collected_without_running(finished, tmp_path):
     assert collected.exit_code == 0, collected.output
     assert json.loads((figures / "short-images.json").read_text()) == result_of(finished, IMAGES)
     fails(vprop("compare", "deep", "collect", "--out", tmp_path / "nothing"), "no runs", "--out")
+
+
+def test_the_caption_names_all_machines(finished):
+    result = result_of(finished, IMAGES)
+    assert result["machines"] == ["a CPU"]
+    assert "torch " + result["environment"]["torch"] + ", a CPU." in table.caption(result)
+    both = result | {"machines": ["NVIDIA H200", "a CPU"]}
+    assert ", NVIDIA H200 and a CPU." in table.caption(both)
+    older = {name: value for name, value in both.items() if name != "machines"}
+    older["environment"] = older["environment"] | {"cuda": "NVIDIA H200"}
+    assert ", NVIDIA H200." in table.caption(older)
 
 
 def test_a_page_is_made_of_results_alone(finished, tmp_path, monkeypatch):

@@ -15,6 +15,8 @@ from vprop.lab.deep.tasks import TUNING_SEED, DeepTask
 from vprop.lab.engine.store import Store
 
 Result = dict[str, Any]
+CPU = "a CPU"
+"""Of machines, one without a GPU."""
 MOST_SEEDS = 10
 """Seeds that are looked for."""
 
@@ -32,6 +34,7 @@ def collect(task: DeepTask, bench: Bench) -> Result | None:
         "settings": task.shown(),
         "tuning_seed": TUNING_SEED,
         "environment": runs[0]["environment"],
+        "machines": sorted({run["environment"]["cuda"] or CPU for run in runs}),
         "code": sorted({run["code"] for run in runs}),
         "cost_of_adamw": _cost(task, BY_NAME["adamw"], bench, store),
         "contenders": rows,
