@@ -10,6 +10,16 @@ from torch import nn
 
 import vprop
 
+BATCH = (torch.ones(2, 1), torch.ones(2, 1))
+
+
+def make_optimizer(model, seed):
+    return vprop.Vprop([p for p in model.parameters() if p.requires_grad], num_data=4, seed=seed)
+
+
+def train_two(make_model=lambda: nn.Linear(1, 1), loader=(BATCH,), loss_fn=F.mse_loss, make=make_optimizer, **rest):
+    return vprop.train_mixture(make_model, make, loader, loss_fn, **{"members": 2} | rest)
+
 
 def test_training_by_one_call():
     x = torch.linspace(-1, 1, 24)[:, None]
@@ -39,14 +49,6 @@ def test_training_by_one_call():
 
 
 def test_training_refusals():
-    def make_optimizer(model, seed):
-        return vprop.Vprop(model.parameters(), num_data=4, seed=seed)
-
-    batch = (torch.ones(1, 1), torch.ones(1, 1))
-
-    def train(loader=(batch,), loss_fn=F.mse_loss, **rest):
-        return vprop.train_mixture(lambda: nn.Linear(1, 1), make_optimizer, loader, loss_fn, **rest)
-
     for arguments, message in [
         ({"members": 0}, "Invalid members"),
         ({"epochs": 0}, "Invalid epochs"),
@@ -54,19 +56,19 @@ def test_training_refusals():
         ({"loader": []}, "there are no batches"),
     ]:
         with pytest.raises(ValueError, match=message):
-            train(**arguments)
+            train_two(**arguments)
     with pytest.raises(TypeError, match="loss_fn"):
-        train(loss_fn=nn.MSELoss)
+        train_two(loss_fn=nn.MSELoss)
     with pytest.raises(ValueError, match=r"GaussianLikelihood has parameters to be learned, \['log_noise_variance'\]"):
-        train(loss_fn=vprop.GaussianLikelihood(0.3))
+        train_two(loss_fn=vprop.GaussianLikelihood(0.3))
     same = nn.Linear(1, 1)
     for again in (lambda: same, lambda: nn.DataParallel(same)):
         with pytest.raises(ValueError, match="it returned the same model twice"):
-            vprop.train_mixture(again, make_optimizer, (batch,), F.mse_loss)
+            train_two(again)
     for part in (lambda: nn.Sequential(same), lambda: nn.Sequential(same, nn.Linear(1, 1))):
         with pytest.raises(ValueError, match=r"models that share the weights \['0\.weight', '0\.bias'\], must"):
-            vprop.train_mixture(part, make_optimizer, (batch,), F.mse_loss)
-    assert train(loss_fn=vprop.GaussianLikelihood(0.3, learnable=False)).noise_variance == pytest.approx(0.3)
+            train_two(part)
+    assert train_two(loss_fn=vprop.GaussianLikelihood(0.3, learnable=False)).noise_variance == pytest.approx(0.3)
 
 
 def test_a_dataset_of_batches_is_a_loader():
@@ -74,30 +76,14 @@ def test_a_dataset_of_batches_is_a_loader():
         def __getitem__(self, i):
             if i >= 2:
                 raise IndexError
-            return torch.ones(2, 1), torch.ones(2, 1)
+            return BATCH
 
-    runs = [
-        vprop.train_mixture(
-            lambda: nn.Linear(1, 1),
-            lambda model, seed: vprop.Vprop(model.parameters(), num_data=4, seed=seed),
-            loader,
-            F.mse_loss,
-            members=2,
-        )
-        for loader in (Batches(), [Batches()[0], Batches()[1]])
-    ]
+    runs = [train_two(loader=loader) for loader in (Batches(), [BATCH, BATCH])]
     for one, other in zip(*(run.members for run in runs), strict=True):
         assert all(torch.equal(value, other.mean[name]) for name, value in one.mean.items())
 
 
 def test_what_the_functions_return_is_looked_at_before_anything_is_trained():
-    def make_optimizer(model, seed):
-        return vprop.Vprop(model.parameters(), num_data=4, seed=seed)
-
-    def train(make_model=lambda: nn.Linear(1, 1), make=make_optimizer, loader=None, **rest):
-        batches = [(torch.ones(1, 1), torch.ones(1, 1))] if loader is None else loader
-        return vprop.train_mixture(make_model, make, batches, F.mse_loss, **rest)
-
     for arguments, message in [
         ({"make_scheduler": lambda optimizer: None}, r"make_scheduler\): it returned None, must return a scheduler"),
         ({"make_scheduler": 0.1}, r"make_scheduler\): got 0.1, must be a function"),
@@ -114,7 +100,7 @@ def test_what_the_functions_return_is_looked_at_before_anything_is_trained():
         ({"loader": torch.ones(2, 2, 1)}, "got a Tensor, must be a loader"),
     ]:
         with pytest.raises(TypeError, match=message):
-            train(**arguments)
+            train_two(**arguments)
 
 
 def test_every_member_has_a_loss_with_a_state_of_its_own():
@@ -134,12 +120,11 @@ def test_every_member_has_a_loss_with_a_state_of_its_own():
         nn.init.constant_(model.bias, next(shifts))
         return model
 
-    mixture = vprop.train_mixture(
+    mixture = train_two(
         make_model,
-        lambda model, seed: vprop.Vprop(model.parameters(), num_data=10**9, seed=seed),
         [(torch.ones(1, 1), torch.zeros(1, 1))],
         Watching(1e-3, learnable=False),
-        members=2,
+        lambda model, seed: vprop.Vprop(model.parameters(), num_data=10**9, seed=seed),
     )
     noises = [float(member.noise_variance) for member in mixture.members]
     assert noises == pytest.approx([9.0, 1.0], rel=0.1)
@@ -147,14 +132,7 @@ def test_every_member_has_a_loss_with_a_state_of_its_own():
 
 def test_frozen_weights_may_be_shared():
     body = nn.Linear(1, 3).requires_grad_(False)
-    mixture = vprop.train_mixture(
-        lambda: nn.Sequential(body, nn.Linear(3, 1)),
-        lambda model, seed: vprop.Vprop(model[1].parameters(), num_data=4, seed=seed),
-        [(torch.ones(2, 1), torch.ones(2, 1))],
-        F.mse_loss,
-        members=2,
-    )
-    assert len(mixture) == 2
+    assert len(train_two(lambda: nn.Sequential(body, nn.Linear(3, 1)))) == 2
 
 
 def test_a_body_that_no_optimizer_trains_may_be_shared():
@@ -170,26 +148,12 @@ def test_a_body_that_no_optimizer_trains_may_be_shared():
                 features = torch.tanh(self.body(x))
             return self.head(features)
 
-    mixture = vprop.train_mixture(
-        Head,
-        lambda model, seed: vprop.Vprop(model.head.parameters(), num_data=4, seed=seed),
-        [(torch.ones(2, 1), torch.ones(2, 1))],
-        F.mse_loss,
-        members=2,
-    )
-    assert len(mixture) == 2
+    assert len(train_two(Head, make=lambda model, seed: make_optimizer(model.head, seed))) == 2
 
 
 def test_targets_keep_their_form_and_class_numbers_of_arrays_are_class_numbers():
     def train(y, loss_fn):
-        mixture = vprop.train_mixture(
-            lambda: nn.Linear(1, 3),
-            lambda model, seed: vprop.Vprop(model.parameters(), num_data=4, seed=seed),
-            [(torch.ones(2, 1), y)],
-            loss_fn,
-            members=2,
-        )
-        return mixture.members[1].mean["weight"]
+        return train_two(lambda: nn.Linear(1, 3), [(torch.ones(2, 1), y)], loss_fn).members[1].mean["weight"]
 
     def of_a_list(output, y):
         assert type(y) is list
@@ -214,14 +178,7 @@ def test_several_inputs_and_arrays_go_where_the_model_is():
     x, y = np.ones((4, 1)), np.zeros((4, 1))  # of float64
 
     def train(batch):
-        mixture = vprop.train_mixture(
-            Sum,
-            lambda model, seed: vprop.Vprop(model.parameters(), num_data=4, seed=seed),
-            [batch],
-            F.mse_loss,
-            members=2,
-        )
-        return mixture.members[1].mean["layer.weight"]
+        return train_two(Sum, [batch]).members[1].mean["layer.weight"]
 
     expected = train(((torch.ones(4, 1), torch.ones(4, 1)), torch.zeros(4, 1)))
     assert torch.equal(train(((x, x), y)), expected)
@@ -230,12 +187,4 @@ def test_several_inputs_and_arrays_go_where_the_model_is():
 
 @pytest.mark.parametrize("seed", [2**64 - 1, np.uint64(2**64 - 1)])
 def test_seeds_end_where_they_begin(seed):
-    mixture = vprop.train_mixture(
-        lambda: nn.Linear(1, 1),
-        lambda model, seed: vprop.Vprop(model.parameters(), num_data=4, seed=seed),
-        [(torch.ones(2, 1), torch.ones(2, 1))],
-        F.mse_loss,
-        members=2,
-        seed=seed,
-    )
-    assert [member.seed for member in mixture.members] == [2**64 - 1, 0]
+    assert [member.seed for member in train_two(seed=seed).members] == [2**64 - 1, 0]
