@@ -126,7 +126,7 @@ def logistic(name: str, short: bool) -> list[dict[str, Any]]:
             "epochs": epochs,
             "batch": BATCH,
             "elbo": statistics.mean(values),
-            "elbo_std": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "elbo_std": deviation(values),
             "exact": known,
             "published": PUBLISHED[name],
             "tried": tried,
@@ -204,6 +204,11 @@ def uci_score(name: str, structure: str, limit: float, split: int, *, held_out: 
     return log_likelihood(posterior, x[test], y[test], scale)
 
 
+def deviation(values: list[float]) -> float:
+    """The standard deviation, 0 of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 def uci(name: str, short: bool) -> list[dict[str, Any]]:
     """Log-likelihoods over all splits of both structures: with the limit on the noise that each chose, and without one.
 
@@ -234,10 +239,9 @@ def uci(name: str, short: bool) -> list[dict[str, Any]]:
         gains = [b - a for a, b in zip(*of_structures.values(), strict=True)]
         for structure, scores in of_structures.items():
             row: dict[str, Any] = {"data": name, "structure": structure, "noise_limit": kind, "lr": UCI_RATE}
-            spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
-            row |= {"log_likelihood": statistics.mean(scores), "std": spread, "values": scores}
+            row |= {"log_likelihood": statistics.mean(scores), "std": deviation(scores), "values": scores}
             row |= {"gain": statistics.mean(gains), "splits_won": sum(gain > 0 for gain in gains)}
-            row["gain_error"] = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+            row["gain_error"] = deviation(gains) / math.sqrt(len(gains))
             if kind == "chosen":
                 row["limits"] = [limit if math.isfinite(limit) else None for limit in chosen[structure]]
                 row["held_out"] = {

@@ -39,6 +39,12 @@ def as_tensor(value: Any) -> Tensor:
     return torch.as_tensor(value, device="cpu")
 
 
+def as_labels(value: Any) -> Any:
+    """Integers of any type as torch's losses take class numbers; all else as it is."""
+    is_integer = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return value.long() if is_integer and value.dtype != torch.bool else value
+
+
 def in_precision_of(value: Any, like: Tensor) -> Tensor:
     """``value``, a tensor or a number, in the dtype and on the device of ``like``; a number keeps its digits.
 

@@ -17,6 +17,7 @@ from vprop.objective import LossFunction, Objective
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.posterior import Mixture, Posterior
 from vprop.posterior.predictive.inputs import Place, is_array
+from vprop.precision import as_labels
 from vprop.wrappers import unwrapped
 
 
@@ -193,11 +194,9 @@ def _train(
 
 def _target(leaf: Any, place: Place) -> Any:
     """A part of the targets where the model is; integers of an array are class numbers, as torch's losses take them."""
-    if not (isinstance(leaf, torch.Tensor) or is_array(leaf)):
-        return leaf
-    moved = place.put(leaf)
-    is_label = not (isinstance(leaf, torch.Tensor) or moved.is_floating_point() or moved.dtype == torch.bool)
-    return moved.long() if is_label else moved
+    if is_array(leaf):
+        return as_labels(place.put(leaf))
+    return place.put(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:

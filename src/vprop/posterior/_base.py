@@ -328,9 +328,9 @@ class Posterior(Decisions, ABC):
         """Which draws of a prediction are made by whom: all by itself, or some by each member of a mixture."""
         return [(self, range(num_samples))]
 
-    def _noise_variance_of(self, member: Posterior) -> float | Tensor:
-        """The noise around outputs of ``member``, which is one of those of ``_shared_out``."""
-        return self.noise_variance
+    def _noise_variances(self, members: Sequence[Posterior]) -> list[float | Tensor]:
+        """The noise around outputs of each of ``members``, who are of those of ``_shared_out``."""
+        return [self.noise_variance] * len(members)
 
     def _stacked_draws(self, seed: int, start: int, stop: int) -> dict[str, Tensor]:
         """Draws ``start`` to ``stop - 1`` of a seed, in the first dimension, in the model's dtypes."""

@@ -35,7 +35,7 @@ from vprop.posterior._example_checks import (
     no_examples,
     refuse_sum,
 )
-from vprop.precision import as_tensor, widest_dtype
+from vprop.precision import as_labels, as_tensor, widest_dtype
 from vprop.replica import evaluating_replicas
 from vprop.wrappers import refuse_sharded
 
@@ -219,7 +219,7 @@ class ExampleReader:
             if isinstance(batch, Objective):
                 check_objective(posterior, batch, self._where)
             for x, y, loss_fn in batches_of([batch], self._loss_fn, self._where):
-                x, y = self._moved(x), tree_map(_as_labels, self._moved(y))
+                x, y = self._moved(x), tree_map(as_labels, self._moved(y))
                 if _length(x, y) == 0:
                     continue
                 if loss_fn is _classes_last:
@@ -296,15 +296,7 @@ class ExampleReader:
                 loss = loss_fn(self._raw_output(_batch_of_one(x)), _batch_of_one(y))
             return weight_of_one(watch, loss).reshape(())
 
-        dims = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, (x, y))
-        try:
-            return vmap(weight, dims, chunk_size=EXAMPLES_AT_ONCE, randomness="different")(x, y).double()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            pass  # a loss or a model that vmap cannot run
-        each = (tree_map(lambda leaf, i=i: _row(leaf, i), (x, y)) for i in range(_length(x, y)))
-        return torch.stack([weight(*one) for one in each]).double()
+        return _of_each(weight, x, y, chunk_size=EXAMPLES_AT_ONCE).double()
 
 
 def _classes_last(output: Tensor, y: Tensor) -> Tensor:
@@ -346,16 +338,22 @@ def _slopes(
         matrix = jacrev(slope_of_one, has_aux=True)(output, y)[0] if curvature else gradient[:, None]
         return Slopes(gradient, matrix, loss, weight)
 
-    dims = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, y)
+    return _of_each(parts, outputs, y)
+
+
+def _of_each(function: Callable[[Any, Any], _Result], x: Any, y: Any, chunk_size: int | None = None) -> _Result:
+    """What ``function`` makes of each example, in the first dimension: of many at once, where vmap can run it."""
+    dims = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, (x, y))
     try:
-        return Slopes(*vmap(parts, in_dims=(0, dims), randomness="different")(outputs, y))
+        return vmap(function, dims, chunk_size=chunk_size, randomness="different")(x, y)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        pass  # a loss that vmap cannot run
-
-    each = [parts(output, tree_map(lambda leaf, i=i: _row(leaf, i), y)) for i, output in enumerate(outputs)]
-    return Slopes(*(torch.stack(values) for values in zip(*each, strict=True)))
+        pass  # a loss or a model that vmap cannot run
+    rows = (
+        tree_map(lambda leaf, i=i: leaf[i] if isinstance(leaf, Tensor) else leaf, (x, y)) for i in range(_length(x, y))
+    )
+    return tree_map(lambda *values: torch.stack(values), *[function(*row) for row in rows])
 
 
 def losses_of(loss_fn: LossFunction, outputs: Tensor, y: Any, shape: tuple[int, ...]) -> Tensor:
@@ -382,22 +380,12 @@ def _batch_of_one(values: Any) -> Any:
     return tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, values)
 
 
-def _row(leaf: Any, i: int) -> Any:
-    return leaf[i] if isinstance(leaf, Tensor) else leaf
-
-
 def _slice(leaf: Any, first: int, size: int) -> Any:
     return leaf[first : first + size] if isinstance(leaf, Tensor) else leaf
 
 
 def _length(x: Any, y: Any) -> int:
     return next((len(leaf) for leaf in tree_leaves((y, x)) if isinstance(leaf, Tensor) and leaf.dim()), 0)
-
-
-def _as_labels(leaf: Any) -> Any:
-    """Class numbers as torch's losses take them, whatever integers they were given as."""
-    is_integer = isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
-    return leaf.long() if is_integer and leaf.dtype != torch.bool else leaf
 
 
 def _is_array(value: Any) -> bool:

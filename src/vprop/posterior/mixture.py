@@ -175,16 +175,17 @@ class Mixture(Posterior):
         starts = [sum(own < k for own in chosen) for k in range(len(self.members) + 1)]
         return [(member, range(starts[k], starts[k + 1])) for k, member in enumerate(self.members)]
 
-    def _noise_variance_of(self, member: Posterior) -> float | Tensor:
-        """Its own, as calibration of the whole has scaled it; that of the whole where somebody has given it another."""
+    def _noise_variances(self, members: Sequence[Posterior]) -> list[float | Tensor]:
+        """Their own, as calibration of the whole has scaled them; that of the whole where somebody gave it another."""
         noises = [_wide(own.noise_variance) * (self.scales.noise / own.scales.noise) for own in self.members]
         mean = mean_noise(noises, self.weights)
         device = mean.device if isinstance(mean, Tensor) else "cpu"
         wide = torch.zeros((), dtype=torch.float64, device=device)
         mine, of_members = (in_precision_of(value, wide) for value in (self.noise_variance, mean))
         if mine.shape != of_members.shape or not torch.allclose(mine, of_members, rtol=1e-6, atol=0.0):
-            return self.noise_variance
-        return noises[next(k for k, own in enumerate(self.members) if own is member)]
+            return super()._noise_variances(members)
+        by_member = {id(own): own_noise for own, own_noise in zip(self.members, noises, strict=True)}
+        return [by_member[id(member)] for member in members]
 
     def _member_at(self, quantile: float) -> int:
         """The member whose part of [0, 1], cut by the weights, holds ``quantile``."""
@@ -254,7 +255,7 @@ def _flattened(posteriors: Sequence[Posterior], weights: Sequence[float]) -> tup
     shares: list[float] = []
     for posterior, weight in zip(posteriors, weights, strict=True):
         if isinstance(posterior, Mixture):
-            members += [_with_noise_of(posterior, own) for own in posterior.members]
+            members += _with_noises_of(posterior)
             shares += [weight * own for own in posterior.weights]
         else:
             members.append(posterior)
@@ -262,14 +263,15 @@ def _flattened(posteriors: Sequence[Posterior], weights: Sequence[float]) -> tup
     return members, shares
 
 
-def _with_noise_of(mixture: Mixture, member: Posterior) -> Posterior:
-    """A member as the mixture predicts with it, where a calibration or somebody gave the whole another noise."""
-    noise = mixture._noise_variance_of(member)
-    if torch.equal(as_tensor(noise).double().cpu(), as_tensor(member.noise_variance).double().cpu()):
-        return member
-    other = copy.copy(member)
-    other.noise_variance, other.scales = noise, member.scales._replace(noise=mixture.scales.noise)
-    return other
+def _with_noises_of(mixture: Mixture) -> list[Posterior]:
+    """The members as the mixture predicts with them, where a calibration or somebody gave the whole another noise."""
+    members: list[Posterior] = []
+    for member, wanted in zip(mixture.members, mixture._noise_variances(mixture.members), strict=True):
+        if not torch.equal(as_tensor(wanted).double().cpu(), as_tensor(member.noise_variance).double().cpu()):
+            member = copy.copy(member)
+            member.noise_variance, member.scales = wanted, member.scales._replace(noise=mixture.scales.noise)
+        members.append(member)
+    return members
 
 
 def _wide(noise: float | Tensor) -> float | Tensor:

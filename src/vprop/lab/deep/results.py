@@ -15,8 +15,6 @@ from vprop.lab.deep.tasks import TUNING_SEED, DeepTask
 from vprop.lab.engine.store import Store
 
 Result = dict[str, Any]
-CPU = "a CPU"
-"""Of machines, one without a GPU."""
 MOST_SEEDS = 10
 """Seeds that are looked for."""
 
@@ -34,12 +32,17 @@ def collect(task: DeepTask, bench: Bench) -> Result | None:
         "settings": task.shown(),
         "tuning_seed": TUNING_SEED,
         "environment": runs[0]["environment"],
-        "machines": sorted({run["environment"]["cuda"] or CPU for run in runs}),
+        "machines": sorted({machine(run["environment"]) for run in runs}),
         "code": sorted({run["code"] for run in runs}),
         "cost_of_adamw": _cost(task, BY_NAME["adamw"], bench, store),
         "contenders": rows,
         "groups": [row for group in GROUPS if (row := _group_row(task, group, bench, store)) is not None],
     }
+
+
+def machine(environment: Result) -> str:
+    """What a run was made on, in a caption."""
+    return environment["cuda"] or "a CPU"
 
 
 def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -> Result | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vprop.lab import markdown
+from vprop.lab.deep.results import machine
 
 NOTHING = "–"
 KINDS = (
@@ -27,7 +28,7 @@ def caption(result: Row) -> str:
         budget = f"{settings['steps']:,} steps of {batch} pieces of {settings.get('length', 256)} characters"
     text = f"{budget}, {settings.get('samples', 64)} draws of the weights in a prediction, seeds {_listed(seeds)}. "
     text += f"Mean ± standard deviation over seeds. vprop {where['vprop']}, torch {where['torch']}"
-    machines = result.get("machines", [where["cuda"] or "a CPU"])  # older results name that of one run
+    machines = result.get("machines", [machine(where)])  # older results name that of one run
     text += f", {' and '.join(machines)}."
     if settings.get("tuned_on"):
         text += f" Settings are those that were chosen on {settings['tuned_on']}."

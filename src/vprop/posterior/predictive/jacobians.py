@@ -62,11 +62,11 @@ class LinearizedOutputs:
                 )
             rows, outputs = len(mean), math.prod(mean.shape[1:])
             at_once = max(1, ELEMENTS // max(1, outputs * self._posterior.num_parameters))
-            covariances = []
+            covariances, coarse = [], self._coarse(mean)
             for start in range(0, rows, at_once):
                 stop = min(rows, start + at_once)
                 jacobian, at = self._linearization(first_rows(prepared, rows, start, stop), stop - start, outputs)
-                _refuse_dependent(mean[start:stop].reshape(stop - start, outputs), at, self._coarse(mean))
+                _refuse_dependent(mean[start:stop].reshape(stop - start, outputs), at, coarse)
                 covariances.append(self._covariance(jacobian))
                 report(stop - start)
         empty = mean.new_zeros((0, outputs, outputs))

@@ -154,7 +154,7 @@ def _of_a_batch(
 
 def _noises(posterior: Posterior, shares: list[tuple[Posterior, range]]) -> Tensor | None:
     """The noise around each draw's outputs; ``None`` where it is that of the posterior around all."""
-    each = [as_tensor(posterior._noise_variance_of(own)).double().cpu() for own, _ in shares]
+    each = [as_tensor(noise).double().cpu() for noise in posterior._noise_variances([own for own, _ in shares])]
     of_all = as_tensor(posterior.noise_variance).double().cpu()
     if all(torch.equal(noise, of_all) for noise in each):
         return None
