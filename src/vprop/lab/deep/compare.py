@@ -16,9 +16,11 @@ from vprop.lab.deep import page as pages
 from vprop.lab.deep.contenders import BY_NAME as CONTENDERS_BY_NAME
 from vprop.lab.deep.contenders import CONTENDERS, DeepContender, taking_part
 from vprop.lab.deep.data import prepare
+from vprop.lab.deep.joined import with_kept_rows
+from vprop.lab.deep.kept import kept_in
 from vprop.lab.deep.pool import TimedPool
 from vprop.lab.deep.protocol import Bench, run_cost, run_task
-from vprop.lab.deep.results import collect
+from vprop.lab.deep.results import collect, costs
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS, DeepTask
 from vprop.lab.deep.workloads import FAST, How
 from vprop.lab.engine.store import Store, require_writable, write_json
@@ -45,6 +47,11 @@ class DeepRequest:
     def results_folder(self) -> Path:
         """Where figures are written to, and tables are drawn from."""
         return self.results or self.how.out / "results"
+
+    @property
+    def bench(self) -> Bench:
+        """Where its jobs come from."""
+        return Bench(self.how, self.data_dir, self.results_folder)
 
 
 def tasks_named(name: str, short: bool) -> tuple[DeepTask, ...]:
@@ -121,7 +128,7 @@ def run(request: DeepRequest, console: Console) -> bool:
     tasks = _with_takers(request.tasks, contenders)  # a network to be adapted is not trained for nobody
     for task in tasks:
         prepare(task, request.data_dir, request.how.data)
-    bench, store = Bench(request.how, request.data_dir), Store(request.how.out / "runs")
+    bench, store = request.bench, Store(request.how.out / "runs")
     pool = TimedPool(store, console, request.jobs, request.how.stop_at)
     alone = TimedPool(store, console, 1, request.how.stop_at)
     try:
@@ -167,11 +174,11 @@ def _installed(request: DeepRequest, console: Console) -> tuple[DeepContender, .
 
 
 def write_results(request: DeepRequest, bench: Bench, console: Console) -> None:
-    """The figures of every task that was asked for, from all runs that are kept."""
+    """The figures of every task that was asked for: of all runs that are kept, and else what the file has."""
     for task in request.tasks:
-        result = collect(task, bench)
+        path = request.results_folder / f"{task.name}.json"
+        result = with_kept_rows(collect(task, bench), costs(task, bench), kept_in(request.results_folder, task))
         if result is not None:
-            path = request.results_folder / f"{task.name}.json"
             write_json(path, {"command": f"vprop compare deep {task.name}"} | result, indent=1)
             console.print(f"Results: {path}", soft_wrap=True)
 
@@ -180,7 +187,7 @@ def collect_all(request: DeepRequest, console: Console) -> None:
     """The figures of all kept runs: nothing is trained."""
     if not (request.how.out / "runs").is_dir():
         raise UsageError(f"There are no runs in {request.how.out}: say where they are with --out.")
-    write_results(request, Bench(request.how, request.data_dir), console)
+    write_results(request, request.bench, console)
 
 
 def draw(request: DeepRequest, console: Console) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 from vprop.lab.deep import draws
 from vprop.lab.deep.contenders import BY_NAME, DeepContender, Setting, taking_part
 from vprop.lab.deep.cost import DeepCost
+from vprop.lab.deep.kept import kept_in, tuned_row
 from vprop.lab.deep.laplace import LaplaceRun
 from vprop.lab.deep.run import DeepRun, Pretraining
 from vprop.lab.deep.tasks import BY_NAME as TASKS
@@ -41,6 +42,8 @@ class Bench:
 
     how: How
     data_dir: Path | None = None
+    results: Path | None = None
+    """A folder with files of results, whose chosen settings are taken where nothing was tried here."""
 
     def run(self, task: DeepTask, contender: DeepContender, setting: Setting, seed: int, part: Part) -> DeepRun:
         """A training, or what is made from one."""
@@ -60,9 +63,17 @@ class Bench:
         return [self.run(task, contender, setting, TUNING_SEED, "tuning") for setting in grid]
 
     def choice(self, task: DeepTask, contender: DeepContender) -> Chosen:
-        """By the log-loss, of averaged predictions where there are any; the usual setting if nothing was tried."""
+        """By the log-loss, of averaged predictions where there are any.
+
+        If nothing was tried here, what the files of results say; if they do not say it, the usual setting.
+        """
         grid, store = contender.grid(task), Store(self.how.out / "runs")
         tried = [store.load(run.key) for run in self.tuning(task, contender)]
+        if self.results is not None and tried and not any(tried):
+            of = TASKS[task.tuned_on] if task.tuned_on else task
+            row = tuned_row(kept_in(self.results, of), contender, of)
+            if row is not None:
+                return Chosen(row["setting"], tuple(one["nll"] for one in row["grid"]), True, row["predicts"])
         losses = [{} if one is None else tuning_losses(one) for one in tried] or [{} for _ in grid]
         usable = [(loss, i, kind) for i, one in enumerate(losses) for kind, loss in one.items()]
         _, best, kind = min(usable, default=(0.0, 0, usual_kind(contender)))

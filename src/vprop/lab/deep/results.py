@@ -40,6 +40,13 @@ def collect(task: DeepTask, bench: Bench) -> Result | None:
     }
 
 
+def costs(task: DeepTask, bench: Bench) -> dict[str, Result]:
+    """What was timed, by contender, also of those that have no other run."""
+    store = Store(bench.how.out / "runs")
+    found = {one.name: _cost(task, one, bench, store) for one in taking_part(task)}
+    return {name: cost for name, cost in found.items() if cost is not None}
+
+
 def machine(environment: Result) -> str:
     """What a run was made on, in a caption."""
     return environment["cuda"] or "a CPU"

@@ -1,0 +1,127 @@
+"""Results that were made in several places: what a file has stays, and settings that were chosen before are known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vprop.lab.cli import app
+from vprop.lab.deep import contenders, table
+from vprop.lab.deep.joined import with_kept_rows
+from vprop.lab.deep.kept import kept_in, tuned_row
+from vprop.lab.deep.protocol import Bench
+from vprop.lab.deep.tasks import BY_NAME, SHORT
+from vprop.lab.deep.workloads import How
+from vprop.lab.engine.store import write_json
+
+IMAGES = SHORT[0]
+COMMITTED = Path(__file__).parents[2] / "docs" / "deep" / "results"
+
+
+def deep(out, results, *options):
+    arguments = ("compare", "deep", "images", "--short", *options, "--out", out, "--results", results)
+    run = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert run.exit_code == 0, run.output
+    return json.loads((results / "short-images.json").read_text())
+
+
+def row(name, cost=None, setting=None, **more):
+    return {"name": name, "setting": setting or {"lr": 0.1}, "cost": cost, **more}
+
+
+def result(*rows, groups=(), machines=("a CPU",), code=("1",), cost=None):
+    return {
+        "settings": {"name": "short-images"}, "environment": {"cuda": None}, "machines": list(machines),
+        "code": list(code), "cost_of_adamw": cost, "contenders": list(rows), "groups": list(groups),
+    }  # fmt: skip
+
+
+def test_rows_without_runs_here_stay(tmp_path):
+    first = deep(tmp_path / "one", tmp_path, "--only", "sgd,vario", "--usual", "--seeds", "0,1,2")
+    both = deep(tmp_path / "two", tmp_path, "--only", "adamw", "--usual", "--seeds", "0")
+    assert [one["name"] for one in both["contenders"]] == ["sgd", "adamw", "vario"]
+    assert [one for one in both["contenders"] if one["name"] != "adamw"] == first["contenders"]
+    assert both["groups"] == first["groups"]
+    again = deep(tmp_path / "two", tmp_path, "--only", "sgd", "--usual", "--seeds", "3")
+    assert [one["seeds"] for one in again["contenders"]] == [[3], [0], [0, 1, 2]]
+    assert [one["name"] for one in again["groups"]] == ["mixture-3-vario"]  # the ensemble's members were others
+    timed = deep(tmp_path / "three", tmp_path, "--only", "adamw,vario", "--cost")
+    assert [one["name"] for one in timed["contenders"] if one["cost"]] == ["adamw", "vario"]
+    assert timed["cost_of_adamw"] == timed["contenders"][1]["cost"]
+    assert [one["scores"] for one in timed["contenders"]] == [one["scores"] for one in again["contenders"]]
+
+
+def test_machines_and_states_of_the_library_are_those_of_all_rows():
+    kept = result(row("sgd"), machines=["NVIDIA H200"], code=["1"])
+    both = with_kept_rows(result(row("adamw"), code=["2"]), {}, kept)
+    assert (both["machines"], both["code"]) == (["NVIDIA H200", "a CPU"], ["1", "2"])
+    older = {name: value for name, value in kept.items() if name != "machines"} | {"environment": {"cuda": "H100"}}
+    assert with_kept_rows(result(row("adamw")), {}, older)["machines"] == ["H100", "a CPU"]
+
+
+def test_times_of_two_machines_are_never_compared():
+    kept = result(row("sgd", {"step_ms": 1.0}), row("adamw", {"step_ms": 2.0}), cost={"step_ms": 2.0})
+    found = result(row("sgd"), row("adamw", setting={"lr": 0.2}))
+    both = with_kept_rows(found, {}, kept)
+    assert [one["cost"] for one in both["contenders"]] == [{"step_ms": 1.0}, None]  # the other is of another setting
+    assert both["cost_of_adamw"] == {"step_ms": 2.0}
+    both = with_kept_rows(None, {"vario": {"step_ms": 5.0}, "sgd": {"step_ms": 4.0}}, kept)
+    assert [one["cost"] for one in both["contenders"]] == [{"step_ms": 4.0}, None]
+    assert both["cost_of_adamw"] is None
+
+
+def test_without_runs_or_times_a_file_is_left_alone():
+    kept = result(row("sgd"))
+    assert with_kept_rows(None, {}, kept) is None
+    assert with_kept_rows(kept, {}, None) is kept
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"settings": {"epochs": 3}}'])
+def test_a_file_of_something_else_has_nothing_to_keep(tmp_path, text):
+    (tmp_path / "short-images.json").write_text(text)
+    assert kept_in(tmp_path, IMAGES) is None
+    assert kept_in(tmp_path / "nowhere", IMAGES) is None
+
+
+def test_a_task_that_has_changed_keeps_nothing(tmp_path):
+    write_json(tmp_path / "short-images.json", result() | {"settings": IMAGES.shown()})
+    assert kept_in(tmp_path, IMAGES) is not None
+    assert kept_in(tmp_path, replace(IMAGES, epochs=5)) is None
+
+
+# -- settings that were chosen before --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("task", "name"), [("cifar10", "sgd"), ("cifar10", "ivon"), ("cifar10-noise", "sgd")])
+def test_what_was_chosen_before_is_taken(tmp_path, task, name):
+    task, one = BY_NAME[task], contenders.BY_NAME[name]
+    committed = json.loads((COMMITTED / f"{task.name}.json").read_text())
+    known = next(row for row in committed["contenders"] if row["name"] == name)
+    choice = Bench(How(tmp_path), results=COMMITTED).choice(task, one)
+    assert (choice.setting, choice.complete) == (known["setting"], True)
+    assert choice.losses == tuple(one["nll"] for one in known["grid"])
+    assert choice.kind == table.own_kind(known)
+    assert not Bench(How(tmp_path)).choice(task, one).complete
+
+
+def test_what_is_tried_here_counts_more(tmp_path):
+    task, one = BY_NAME["cifar10"], contenders.BY_NAME["sgd"]
+    bench = Bench(How(tmp_path), results=COMMITTED)
+    job = bench.tuning(task, one)[0]
+    write_json(tmp_path / "runs" / f"{job.key}.json", {"scores": {"mean": {"nll": 0.3}}})
+    choice = bench.choice(task, one)
+    assert (choice.setting, choice.losses, choice.complete) == (one.grid(task)[0], (0.3, None, None, None), False)
+
+
+def test_a_choice_from_another_grid_is_none():
+    task, one = BY_NAME["cifar10"], contenders.BY_NAME["sgd"]
+    kept = kept_in(COMMITTED, task)
+    assert tuned_row(kept, one, task)["name"] == "sgd"
+    assert tuned_row(kept, replace(one, grids={"resnet": one.grid(task)[:3]}), task) is None
+    assert tuned_row(kept, contenders.BY_NAME["vadam"], task) is None
+    untuned = kept | {"contenders": [row | {"tuned": False} for row in kept["contenders"]]}
+    assert tuned_row(untuned, one, task) is None
