@@ -1,4 +1,4 @@
-"""Figures of runs that are here, with those of a file: tasks are run on several machines, and runs are not kept forever."""
+"""Figures of runs that are here, with those of a file: tasks run on several machines, and runs do not stay for ever."""
 
 from __future__ import annotations
 

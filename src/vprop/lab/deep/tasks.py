@@ -95,8 +95,8 @@ TASKS = (
         tuned_on="cifar10-40",
     ),
     replace(
-        _CIFAR, name="cifar10-frn", title="CIFAR-10, ResNet-20 with FilterResponseNorm, 100 epochs", norm="frn",
-        epochs=100, tuning_share=0.2,
+        _CIFAR, name="cifar10-frn", title="CIFAR-10, ResNet-20 with FilterResponseNorm, 40 epochs", norm="frn",
+        tuning_share=0.5,
     ),
     replace(
         _CIFAR, name="cifar10-5k", title="5,000 images of CIFAR-10, ResNet-20, 200 epochs", data="cifar10_subset",
