@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vprop.lab.cli import app
 from vprop.lab.deep import contenders, table
 from vprop.lab.deep.joined import with_kept_rows
-from vprop.lab.deep.kept import kept_in, tuned_row
+from vprop.lab.deep.kept import items, kept_in, tried_before
 from vprop.lab.deep.protocol import Bench
 from vprop.lab.deep.tasks import BY_NAME, SHORT
 from vprop.lab.deep.workloads import How
@@ -96,32 +96,60 @@ def test_a_task_that_has_changed_keeps_nothing(tmp_path):
 # -- settings that were chosen before --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("task", "name"), [("cifar10", "sgd"), ("cifar10", "ivon"), ("cifar10-noise", "sgd")])
+@pytest.mark.parametrize(("task", "name"), [("cifar10", "sgd"), ("fashion", "ivon"), ("cifar10-noise", "sgd")])
 def test_what_was_chosen_before_is_taken(tmp_path, task, name):
     task, one = BY_NAME[task], contenders.BY_NAME[name]
     committed = json.loads((COMMITTED / f"{task.name}.json").read_text())
     known = next(row for row in committed["contenders"] if row["name"] == name)
-    choice = Bench(How(tmp_path), results=COMMITTED).choice(task, one)
+    place = Bench(How(tmp_path), results=COMMITTED)
+    choice = place.choice(task, one)
     assert (choice.setting, choice.complete) == (known["setting"], True)
     assert choice.losses == tuple(one["nll"] for one in known["grid"])
     assert choice.kind == table.own_kind(known)
+    assert place.to_be_tried(task, one) == []
     assert not Bench(How(tmp_path)).choice(task, one).complete
 
 
-def test_what_is_tried_here_counts_more(tmp_path):
+def test_what_is_tried_here_joins_what_was_tried_before_and_counts_more(tmp_path):
     task, one = BY_NAME["cifar10"], contenders.BY_NAME["sgd"]
-    bench = Bench(How(tmp_path), results=COMMITTED)
-    job = bench.tuning(task, one)[0]
-    write_json(tmp_path / "runs" / f"{job.key}.json", {"scores": {"mean": {"nll": 0.3}}})
-    choice = bench.choice(task, one)
-    assert (choice.setting, choice.losses, choice.complete) == (one.grid(task)[0], (0.3, None, None, None), False)
+    place = Bench(How(tmp_path), results=COMMITTED)
+    before = place.choice(task, one)
+    for loss, chosen in ((0.3, before.setting), (0.1, one.grid(task)[0])):
+        job = place.tuning(task, one)[0]
+        write_json(tmp_path / "runs" / f"{job.key}.json", {"scores": {"mean": {"nll": loss}}})
+        choice = place.choice(task, one)
+        assert (choice.setting, choice.losses) == (chosen, (loss, *before.losses[1:]))
+        assert choice.complete
 
 
-def test_a_choice_from_another_grid_is_none():
+def test_only_what_no_file_has_is_to_be_tried(tmp_path):
+    """A grid that has become wider: the best so far is taken, and it is known not to be all."""
     task, one = BY_NAME["cifar10"], contenders.BY_NAME["sgd"]
-    kept = kept_in(COMMITTED, task)
-    assert tuned_row(kept, one, task)["name"] == "sgd"
-    assert tuned_row(kept, replace(one, grids={"resnet": one.grid(task)[:3]}), task) is None
-    assert tuned_row(kept, contenders.BY_NAME["vadam"], task) is None
+    grid = one.grid(task)
+    wider = replace(one, grids={"resnet": (*grid[2:], {"lr": 0.05}, {"lr": 0.5})})
+    place = Bench(How(tmp_path), results=COMMITTED)
+    assert [dict(run.setting) for run in place.to_be_tried(task, wider)] == [{"lr": 0.05}, {"lr": 0.5}]
+    choice = place.choice(task, wider)
+    assert (choice.setting, choice.complete) == (grid[2], False)
+    assert choice.losses[2:] == (None, None)
+    assert None not in choice.losses[:2]
+
+
+def test_a_setting_that_diverged_before_is_not_tried_again(tmp_path):
+    task, one = BY_NAME["cifar10"], contenders.BY_NAME["sgd"]
+    kept = json.loads((COMMITTED / "cifar10.json").read_text())
+    next(row for row in kept["contenders"] if row["name"] == "sgd")["grid"][2]["nll"] = None
+    write_json(tmp_path / "cifar10.json", kept)
+    choice = Bench(How(tmp_path), results=tmp_path).choice(task, one)
+    assert (choice.setting, choice.losses[2], choice.complete) == (one.grid(task)[1], None, True)
+
+
+def test_what_was_not_tuned_says_nothing():
+    one = contenders.BY_NAME["sgd"]
+    kept = kept_in(COMMITTED, BY_NAME["cifar10"])
+    losses, kind = tried_before(kept, one)
+    assert losses[items(one.grid(BY_NAME["cifar10"])[0])] > 0
+    assert kind == "mean"
+    assert tried_before(kept, contenders.BY_NAME["vadam"]) == ({}, "")
     untuned = kept | {"contenders": [row | {"tuned": False} for row in kept["contenders"]]}
-    assert tuned_row(untuned, one, task) is None
+    assert tried_before(untuned, one) == ({}, "")

@@ -283,7 +283,9 @@ def test_no_run_is_begun_that_has_no_time(tmp_path):
     assert ours.unfinished == ["small-0"]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw-dropout", "swag", "vario", "ivon", "vprop-centred"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "adamw-dropout", "swag", "vario", "ivon", "vprop-centred", "sgd-cycles", "ivon-cycles"]
+)
 def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(name, tmp_path, monkeypatch):
     task, one = replace(IMAGES, epochs=4), contenders.BY_NAME[name]
     setting = one.grid(task)[0]

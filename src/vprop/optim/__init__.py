@@ -4,6 +4,7 @@ from vprop.help.auto_prior import AutoPrior
 from vprop.help.diagnosis import Diagnosis
 from vprop.help.lr_find import LrTrials, lr_find
 from vprop.optim.cvi import CVI
+from vprop.optim.cycles import CosineCycles
 from vprop.optim.ensemble import train_mixture
 from vprop.optim.ivon import IVON
 from vprop.optim.mean_field import MeanField
@@ -23,6 +24,7 @@ __all__ = [
     "VON",
     "VONG",
     "AutoPrior",
+    "CosineCycles",
     "Diagnosis",
     "LrTrials",
     "Marginal",

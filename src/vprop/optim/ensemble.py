@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from vprop.checks import check_loss, check_model, check_seed, invalid, is_number, shown
 from vprop.likelihood import LikelihoodLike, likelihood_of
 from vprop.objective import LossFunction, Objective
+from vprop.optim.cycles import CosineCycles
 from vprop.optim.optimizer import VariationalOptimizer
 from vprop.posterior import Mixture, Posterior
 from vprop.posterior.predictive.inputs import Place, is_array
@@ -46,7 +47,8 @@ def train_mixture(
         members: how many.
         epochs: passes over the loader for each.
         seed: member k has the seed ``seed + k``.
-        make_scheduler: from an optimizer to a scheduler, which makes a step after every one of the optimizer's.
+        make_scheduler: from an optimizer to a scheduler, which makes a step after every one of the optimizer's. With
+            :class:`vprop.CosineCycles` every cycle's end is a member: ``members`` times ``cycles`` in all.
         likelihood: what ``predict`` assumes; by default what ``loss_fn`` is known to stand for.
 
     >>> import torch, vprop
@@ -79,13 +81,17 @@ def train_mixture(
             _refuse_trained(unwrapped(model), optimizer, trained)
             scheduler = None if make_scheduler is None else _scheduler(make_scheduler, optimizer)
             own_loss = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may have a state
-            _train(model, optimizer, scheduler, loader, own_loss, epochs)
-        known = likelihood_of(own_loss) if likelihood is None else None
-        arguments: dict[str, Any] = {"likelihood": likelihood}
-        if known is not None:
-            arguments = {"likelihood": known[0], "noise_variance": known[1] if known[0] == "gaussian" else None}
-        posteriors.append(optimizer.posterior(model, **arguments))
+            for _ in _trained(model, optimizer, scheduler, loader, own_loss, epochs):
+                posteriors.append(optimizer.posterior(model, **_likelihood(own_loss, likelihood)))
     return Mixture(posteriors)
+
+
+def _likelihood(loss_fn: LossFunction, given: LikelihoodLike | None) -> dict[str, Any]:
+    """For ``posterior()``: what was given, else what the loss stands for."""
+    known = likelihood_of(loss_fn) if given is None else None
+    if known is None:
+        return {"likelihood": given}
+    return {"likelihood": known[0], "noise_variance": known[1] if known[0] == "gaussian" else None}
 
 
 def _refuse_parameters(loss_fn: LossFunction) -> None:
@@ -173,11 +179,12 @@ def _scheduler(make_scheduler: Callable[[Any], Any], optimizer: Any) -> Any:
     return scheduler
 
 
-def _train(
+def _trained(
     model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable[Any], loss_fn: LossFunction, epochs: int
-) -> None:
-    place = Place.of(model)
-    for _ in range(epochs):
+) -> Iterator[None]:
+    """Train, and stop at the end of every cycle of the scheduler, or at the end, if it has no cycles."""
+    place, has_cycles = Place.of(model), isinstance(scheduler, CosineCycles)
+    for epoch in range(epochs):
         batches = 0
         for x, y in _pairs(loader):
             y = tree_map(lambda leaf: _target(leaf, place), y)
@@ -185,11 +192,20 @@ def _train(
             if scheduler is not None:
                 scheduler.step()
             batches += 1
+            if has_cycles and scheduler.ended:
+                yield
         if batches == 0:
             raise ValueError(
                 "train_mixture(loader): there are no batches in a pass. Pass a DataLoader or a list of (x, y), not an "
                 "iterator that is used up."
             )
+        if has_cycles and epoch == 0 and scheduler.total_steps != batches * epochs:
+            raise ValueError(
+                f"train_mixture(make_scheduler): CosineCycles(total_steps={scheduler.total_steps}) for a training of "
+                f"{batches * epochs} steps, {epochs} passes of {batches}. Pass total_steps={batches * epochs}."
+            )
+    if not has_cycles:
+        yield
 
 
 def _target(leaf: Any, place: Place) -> Any:

@@ -1,8 +1,9 @@
 """Who is compared, with the settings that each may choose from: the other part of the configuration.
 
-A setting is a dictionary of numbers. ``dropout`` and ``swa_lr`` are for the network and the schedule, the others are
-arguments of the function that makes the optimizer, which also gets the facts: N, the batch size, the seed. Every grid
-of a family has at most four settings; the first is what a person would take without tuning.
+A setting is a dictionary of numbers. ``dropout`` is for the network; ``swa_lr``, ``cycles`` and ``first``, the share of
+the first cycle, are for the schedule; the others are arguments of the function that makes the optimizer, which also
+gets the facts: N, the batch size, the seed. Every grid of a family has at most four settings; the first is what a
+person would take without tuning.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch.optim import Optimizer
 import vprop
 from vprop.lab.deep.tasks import DeepTask
 
-Kind = Literal["point", "dropout", "posterior", "swag", "peer", "laplace"]
-"""How a prediction is averaged: not at all, over dropout masks, over draws of a posterior of ours, of SWAG's Gaussian,
-of another package's optimizer, of a Laplace approximation around a trained network."""
+Kind = Literal["point", "networks", "dropout", "posterior", "swag", "peer", "laplace"]
+"""How a prediction is averaged: not at all, over the networks at the ends of cycles, over dropout masks, over draws of
+a posterior of ours, of SWAG's Gaussian, of another package's optimizer, of a Laplace approximation around a trained
+network."""
 Setting = dict[str, float]
 Grids = Mapping[str, tuple[Setting, ...]]
 """By family of tasks; by a task's name where it needs others."""
@@ -209,6 +211,11 @@ _DROPOUT_GRIDS: Grids = {
 _NOISES: tuple[Setting, ...] = (
     {"sigma": 0.008}, {"sigma": 0.008, "decay": 1e-3}, {"sigma": 0.011, "decay": 1e-3}, {"sigma": 0.015, "decay": 1e-3},
 )  # fmt: skip
+# SGD may double its step size, so may IVON. All of CIFAR-10 wants no more noise than the least of those above.
+_NOISES_OF_MANY_IMAGES: tuple[Setting, ...] = (
+    {"sigma": 0.008, "decay": 1e-3}, {"sigma": 0.008, "speed": 2.0}, {"sigma": 0.005, "speed": 2.0},
+    {"sigma": 0.005, "decay": 1e-3},
+)  # fmt: skip
 # With FilterResponseNorm the least noise of these was the best of them, so there less is tried.
 _NOISE_GRIDS: Grids = {
     "resnet": _NOISES,
@@ -240,12 +247,40 @@ _EIGENBASIS_GRIDS: Grids = {
     ),
 }  # fmt: skip
 
+# Trainings in cycles: the first takes two fifths, for it starts from nothing.
+_SGD_CYCLES: Grids = {
+    "resnet": tuple(
+        {**setting, "cycles": cycles, "first": 0.4}
+        for setting, cycles in (
+            ({"lr": 0.2}, 3), ({"lr": 0.2}, 5), ({"lr": 0.1, "weight_decay": 1e-3}, 3),
+            ({"lr": 0.2, "weight_decay": 1e-3}, 3),
+        )
+    ),
+}  # fmt: skip
+_IVON_CYCLES: Grids = {
+    "resnet": tuple(
+        {**setting, "cycles": cycles, "first": 0.4}
+        for setting, cycles in (
+            ({"sigma": 0.008, "speed": 2.0}, 3), ({"sigma": 0.008, "speed": 2.0}, 5),
+            ({"sigma": 0.005, "speed": 2.0}, 5), ({"sigma": 0.008, "decay": 1e-3}, 3),
+        )
+    ),
+    "cifar10-5k": tuple(
+        {**setting, "cycles": cycles, "first": 0.4}
+        for setting, cycles in (
+            ({"sigma": 0.015, "decay": 1e-3}, 3), ({"sigma": 0.015, "decay": 1e-3}, 5),
+            ({"sigma": 0.011, "decay": 1e-3, "speed": 2.0}, 3), ({"sigma": 0.011, "decay": 1e-3, "speed": 2.0}, 5),
+        )
+    ),
+}  # fmt: skip
+
 CONTENDERS = (
     DeepContender("sgd", "SGD", "point", sgd, {
         "resnet": (
             {"lr": 0.1}, {"lr": 0.2}, {"lr": 0.1, "weight_decay": 1e-3}, {"lr": 0.2, "weight_decay": 1e-3},
         ),
     }),
+    DeepContender("sgd-cycles", "SGD in cycles", "networks", sgd, _SGD_CYCLES),
     DeepContender("adamw", "AdamW", "point", adamw, _ADAM_GRIDS),
     DeepContender("adamw-dropout", "AdamW with dropout", "dropout", adamw, _DROPOUT_GRIDS),
     DeepContender("swag", "SWAG", "swag", sgd, {
@@ -273,6 +308,7 @@ CONTENDERS = (
     }, ours=True),
     DeepContender("vprop-floor", "Vprop with a floor", "posterior", floored, _NOISE_GRIDS, ours=True),
     DeepContender("ivon", "IVON", "posterior", ivon, _NOISE_GRIDS, ours=True),
+    DeepContender("ivon-cycles", "IVON in cycles", "posterior", ivon, _IVON_CYCLES, ours=True),
     DeepContender("ivon-clipped", "IVON with clipping", "posterior", ivon_with_clipping, {
         "gpt": tuple(
             {"lr": lr, "hess_init": 1e-3, "clip_radius": 1e-3, "temperature": 0.1} for lr in (300.0, 100.0, 600.0)

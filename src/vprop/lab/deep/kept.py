@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from vprop.lab.deep.contenders import DeepContender
 from vprop.lab.deep.tasks import DeepTask
 
 Result = dict[str, Any]
+Setting = frozenset[tuple[str, float | None]]
+Losses = dict[Setting, float | None]
+"""By setting; ``None`` where it diverged."""
 
 
 def kept_in(folder: Path, task: DeepTask) -> Result | None:
@@ -22,11 +26,15 @@ def kept_in(folder: Path, task: DeepTask) -> Result | None:
     return kept if same else None
 
 
-def tuned_row(kept: Result | None, contender: DeepContender, task: DeepTask) -> Result | None:
-    """The contender's row, if its setting was chosen from the grid that there is now."""
+def tried_before(kept: Result | None, contender: DeepContender) -> tuple[Losses, str]:
+    """The log-loss on held-out data of every setting of the contender that was tried, and how the best one predicts."""
     rows = [] if kept is None else [row for row in kept["contenders"] if row["name"] == contender.name]
     for row in rows:
-        grid = tuple({name: value for name, value in one.items() if name != "nll"} for one in row["grid"])
-        if row["tuned"] and "predicts" in row and len(grid) > 1 and grid == contender.grid(task):
-            return row
-    return None
+        if row["tuned"] and "predicts" in row and len(row["grid"]) > 1:
+            return {items(one): one["nll"] for one in row["grid"]}, row["predicts"]
+    return {}, ""
+
+
+def items(setting: Mapping[str, float | None]) -> Setting:
+    """Without the loss, as a key."""
+    return frozenset((name, value) for name, value in setting.items() if name != "nll")

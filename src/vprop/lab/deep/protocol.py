@@ -10,7 +10,7 @@ from typing import Any
 from vprop.lab.deep import draws
 from vprop.lab.deep.contenders import BY_NAME, DeepContender, Setting, taking_part
 from vprop.lab.deep.cost import DeepCost
-from vprop.lab.deep.kept import kept_in, tuned_row
+from vprop.lab.deep.kept import Losses, kept_in, tried_before
 from vprop.lab.deep.laplace import LaplaceRun
 from vprop.lab.deep.run import DeepRun, Pretraining
 from vprop.lab.deep.tasks import BY_NAME as TASKS
@@ -62,23 +62,37 @@ class Bench:
         task = TASKS[task.tuned_on] if task.tuned_on else task
         return [self.run(task, contender, setting, TUNING_SEED, "tuning") for setting in grid]
 
+    def to_be_tried(self, task: DeepTask, contender: DeepContender) -> list[DeepRun]:
+        """The tuning runs whose outcome no file of results has."""
+        before, _ = self._tried_before(task, contender)
+        return [run for run in self.tuning(task, contender) if frozenset(run.setting) not in before]
+
     def choice(self, task: DeepTask, contender: DeepContender) -> Chosen:
         """By the log-loss, of averaged predictions where there are any.
 
-        If nothing was tried here, what the files of results say; if they do not say it, the usual setting.
+        Where a setting was not tried here, what the files of results say; if nothing was tried, the usual setting.
         """
         grid, store = contender.grid(task), Store(self.how.out / "runs")
-        tried = [store.load(run.key) for run in self.tuning(task, contender)]
-        if self.results is not None and tried and not any(tried):
-            of = TASKS[task.tuned_on] if task.tuned_on else task
-            row = tuned_row(kept_in(self.results, of), contender, of)
-            if row is not None:
-                return Chosen(row["setting"], tuple(one["nll"] for one in row["grid"]), True, row["predicts"])
-        losses = [{} if one is None else tuning_losses(one) for one in tried] or [{} for _ in grid]
-        usable = [(loss, i, kind) for i, one in enumerate(losses) for kind, loss in one.items()]
+        before, kind = self._tried_before(task, contender)
+        losses: list[dict[str, float] | None] = []
+        for run in self.tuning(task, contender):
+            here, there = store.load(run.key), before.get(frozenset(run.setting))
+            if here is not None:
+                losses.append(tuning_losses(here))
+            elif frozenset(run.setting) in before:
+                losses.append({} if there is None else {kind: there})
+            else:
+                losses.append(None)
+        complete = None not in losses
+        known = [one or {} for one in losses] or [{} for _ in grid]
+        usable = [(loss, i, kind) for i, one in enumerate(known) for kind, loss in one.items()]
         _, best, kind = min(usable, default=(0.0, 0, usual_kind(contender)))
-        smallest = tuple(min(one.values(), default=None) for one in losses)
-        return Chosen(grid[best], smallest, all(one is not None for one in tried), kind)
+        return Chosen(grid[best], tuple(min(one.values(), default=None) for one in known), complete, kind)
+
+    def _tried_before(self, task: DeepTask, contender: DeepContender) -> tuple[Losses, str]:
+        if self.results is None:
+            return {}, ""
+        return tried_before(kept_in(self.results, TASKS[task.tuned_on] if task.tuned_on else task), contender)
 
     def cost(self, task: DeepTask, contender: DeepContender, setting: Setting) -> DeepCost:
         """What a step of this setting takes: with dropout it takes longer."""
@@ -121,7 +135,7 @@ def run_task(
         if not pool.run_all(f"{task.name}: before adapters", [pretraining]):
             return
     if "tuning" in stages:
-        pool.run_all(f"{task.name}: settings", [run for one in chosen for run in bench.tuning(task, one)])
+        pool.run_all(f"{task.name}: settings", [run for one in chosen for run in bench.to_be_tried(task, one)])
     if "seeds" in stages:
         trained = [one for one in chosen if one.kind != "laplace"]
         for group in (trained, [one for one in chosen if one.kind == "laplace"]):
@@ -133,8 +147,12 @@ def run_task(
 
 
 def run_cost(task: DeepTask, contenders: Iterable[DeepContender], bench: Bench, pool: Pool) -> None:
-    """At the chosen settings, one after the other, with nothing beside them; ``pool`` has one worker."""
+    """At the chosen settings, one after the other, with nothing beside them; ``pool`` has one worker.
+
+    SWAG's steps, and those of a training in cycles, are those of another contender.
+    """
     timed = [one for one in taking_part(task) if one in tuple(contenders) and one.kind not in ("swag", "laplace")]
+    timed = [one for one in timed if "cycles" not in one.grid(task)[0]]
     pool.run_all(f"{task.name}: cost", [bench.cost(task, one, bench.choice(task, one).setting) for one in timed])
 
 

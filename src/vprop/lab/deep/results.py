@@ -62,7 +62,7 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
     known = [MEAN] if one_network else list(results[0]["scores"])
     kinds = [kind for kind in known if all(kind in one["scores"] for one in results)]
     cost = _cost(task, contender, bench, store)
-    counts = {} if one_network else results[0]["nll_by_draws"]
+    counts = {} if one_network or contender.kind == "networks" else results[0]["nll_by_draws"]
     return {
         "name": contender.name,
         "label": contender.label,

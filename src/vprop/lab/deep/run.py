@@ -22,16 +22,18 @@ from vprop.lab.deep import draws, predictions
 from vprop.lab.deep.contenders import BY_NAME, DeepContender
 from vprop.lab.deep.predictions import Averaged, Forward
 from vprop.lab.deep.scores import diagram, score_labels, score_outliers
+from vprop.lab.deep.snapshots import Snapshots
 from vprop.lab.deep.swag import SWAG
 from vprop.lab.deep.tasks import DeepTask, Part
-from vprop.lab.deep.training import Trainer, cosine_then_constant, one_cycle
+from vprop.lab.deep.training import Trainer, cosine_cycles, cosine_then_constant, one_cycle
 from vprop.lab.deep.unfinished import Unfinished
 from vprop.lab.deep.workloads import How, TextWork, Workload, pretrained_path, workload
 from vprop.lab.engine import sources
 from vprop.lab.engine.job import Job
 from vprop.lab.engine.store import finite_or_none
+from vprop.optim.cycles import cycle_ends
 
-OUTSIDE = ("dropout", "swa_lr")
+OUTSIDE = ("dropout", "swa_lr", "cycles", "first")
 """Of a setting, what is not an argument of the optimizer."""
 
 
@@ -161,9 +163,13 @@ class DeepRun(DeepJob):
         count: int,
         statistics: draws.Statistics,
     ) -> Iterable[tuple[str, Forward]]:
+        if contender.kind == "networks":
+            return draws.of_one_kind(trained.snapshots.networks())
         if contender.kind == "posterior":
             drops = dict(self.setting).get("dropout", 0.0) > 0
-            return draws.of_all_kinds(draws.posterior(optimizer, model, count), statistics, dropout=drops)
+            snapshots = trained.snapshots
+            drawn = snapshots.draws(count) if snapshots.taken else draws.posterior(optimizer, model, count)
+            return draws.of_all_kinds(drawn, statistics, dropout=drops)
         if contender.kind == "dropout":
             return draws.of_one_kind(draws.dropout(model, count))
         if contender.kind == "peer":
@@ -229,6 +235,7 @@ class Trained:
 
     steps: int
     last_inputs: Tensor
+    snapshots: Snapshots
     swag: SWAG | None = None
 
     def batches(self) -> Iterator[Tensor]:
@@ -253,8 +260,10 @@ def train(
     steps = max(1, work.steps(run.share) // contender.gradients)
     generator = torch.Generator(work.test.device).manual_seed(run.seed)
     swag = SWAG(model) if contender.kind == "swag" else None
-    rates = make_rates(setting, optimizer, steps)
-    kept = Unfinished(run.how.out / "unfinished" / f"{run.key}.pt", model, optimizer, generator, swag)
+    ends = ends_of_cycles(setting, steps, work.steps_of_a_chunk)
+    rates = make_rates(setting, optimizer, steps, ends)
+    snapshots = Snapshots(model, optimizer, ends)
+    kept = Unfinished(run.how.out / "unfinished" / f"{run.key}.pt", model, optimizer, generator, snapshots, swag)
     # Other packages may forget how many steps they made.
     first = kept.load() if contender.kind != "peer" else 0
     trainer = make_trainer(contender, work, model, optimizer, rates, run.how, first)
@@ -262,11 +271,12 @@ def train(
     collecting_from = 0.75 * steps if steps * work.batch >= 8 * work.num_data else 0.5 * steps
     for x, y in work.chunks(generator):
         trainer.run_epoch(x, y)
+        snapshots.take(trainer.steps_done)
         if swag is not None and trainer.steps_done >= collecting_from:
             swag.collect()
         if trainer.steps_done >= steps:
             kept.forget()
-            return Trained(trainer.steps_done, x, swag)
+            return Trained(trainer.steps_done, x, snapshots, swag)
         if run.how.stop_at is not None and now() > run.how.stop_at:
             kept.save(trainer.steps_done)
             raise OutOfTime(run.key)
@@ -278,9 +288,22 @@ def now() -> float:
     return time.time()
 
 
-def make_rates(setting: dict[str, float], optimizer: Optimizer, steps: int) -> Tensor:
-    """A warm-up over a twentieth of the steps and a cosine to zero; for SWAG to a step size that stays."""
+def ends_of_cycles(setting: dict[str, float], steps: int, chunk: int) -> tuple[int, ...]:
+    """After how many steps each cycle is over, if the setting asks for cycles: after whole chunks, but for the last."""
+    if "cycles" not in setting:
+        return ()
+    ends = cycle_ends(-(-steps // chunk), int(setting["cycles"]), setting["first"])
+    return (*(end * chunk for end in ends[:-1]), steps)
+
+
+def make_rates(setting: dict[str, float], optimizer: Optimizer, steps: int, ends: tuple[int, ...] = ()) -> Tensor:
+    """A warm-up over a twentieth of the steps and a cosine to zero; for SWAG to a step size that stays.
+
+    With ``ends`` the same in every cycle.
+    """
     peak = float(optimizer.param_groups[0]["lr"])
+    if ends:
+        return cosine_cycles(peak, ends)
     return cosine_then_constant(peak, setting["swa_lr"], steps) if "swa_lr" in setting else one_cycle(peak, steps)
 
 

@@ -76,7 +76,7 @@ def scores_table(result: Row) -> str:
     head = ["", "predicts with", "accuracy", "NLL", "ECE", "Brier", "setting"]
     rows = []
     for row in result["contenders"]:
-        for kind, words in _kinds(row["scores"]):
+        for kind, words in _kinds(row["scores"], row):
             name = f"**{row['label']}**" if row["ours"] else row["label"]
             rows.append([name, words, *_scores(row["scores"][kind]), _setting(row)])
     for row in result["groups"]:
@@ -92,7 +92,7 @@ def outliers_table(result: Row, name: str) -> str:
     head = ["", "predicts with", "AUROC, entropy", "FPR95, entropy", "AUROC, information", "FPR95, information"]
     rows = []
     for row in result["contenders"]:
-        for kind, words in _kinds(row["outliers"]):
+        for kind, words in _kinds(row["outliers"], row):
             if name in row["outliers"][kind]:
                 rows.append([row["label"], words, *_outliers(row["outliers"][kind][name])])
     for row in result["groups"]:
@@ -147,14 +147,19 @@ def section(result: Row) -> str:
     return "\n".join(part if part.endswith("\n") else part + "\n" for part in parts)
 
 
-def _kinds(found: Row) -> list[tuple[str, str]]:
+def _kinds(found: Row, row: Row) -> list[tuple[str, str]]:
     """With their words. Draws that there are without masks as well have them; else it is not known, and not said.
 
-    >>> _kinds({"averaged": {}, "unmasked": {}})
+    >>> _kinds({"averaged": {}, "unmasked": {}}, {"setting": {"lr": 0.1}})
     [('averaged', 'draws with masks'), ('unmasked', 'draws, no masks')]
+    >>> _kinds({"mean": {}, "averaged": {}}, {"setting": {"cycles": 3}, "kind": "networks"})
+    [('mean', 'the last mean'), ('averaged', 'all networks')]
     """
-    masked = {"averaged": "draws with masks"} if "unmasked" in found else {}
-    return [(kind, masked.get(kind, words)) for kind, words in KINDS if kind in found]
+    others = {"averaged": "draws with masks"} if "unmasked" in found else {}
+    if "cycles" in row["setting"]:
+        others["mean"] = "the last mean"
+        others |= {"averaged": "all networks"} if row["kind"] == "networks" else {}
+    return [(kind, others.get(kind, words)) for kind, words in KINDS if kind in found]
 
 
 def _scores(scores: Row) -> list[str]:

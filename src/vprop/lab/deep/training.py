@@ -8,7 +8,7 @@ graph. Elsewhere the same function is called as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import vprop
 from vprop.functional.eigenbasis import is_solved
+from vprop.optim.cycles import in_cycles
 
 WARM_UP = 3
 """Steps that run as they are before the recording, as torch asks for; they count as steps of the training."""
@@ -163,12 +164,13 @@ def _row(table: Tensor, at: Tensor) -> Tensor:
 
 def one_cycle(peak: float, steps: int, warm_up: float = 0.05) -> Tensor:
     """Torch's ``OneCycleLR`` as numbers: up from ``peak``/25 over a ``warm_up`` part of the steps, then down."""
-    at = torch.arange(steps, dtype=torch.float64, device="cpu")
-    top = warm_up * steps - 1
-    low, end = peak / 25, peak / 25e4
-    up = _cosine(low, peak, at / top if top > 0 else at + 1)
-    down = _cosine(peak, end, (at - top) / (steps - 1 - top))
-    return torch.where(at <= top, up, down)
+    return cosine_cycles(peak, (steps,), warm_up)
+
+
+def cosine_cycles(peak: float, ends: Sequence[int], warm_up: float = 0.05) -> Tensor:
+    """The library's ``CosineCycles`` as numbers."""
+    shares = [in_cycles(step, ends, warm_up) for step in range(ends[-1])]
+    return peak * torch.tensor(shares, dtype=torch.float64, device="cpu")
 
 
 def cosine_then_constant(peak: float, last: float, steps: int, constant: float = 0.25, warm_up: float = 0.05) -> Tensor:

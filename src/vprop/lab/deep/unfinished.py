@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vprop.files import replacing
+from vprop.lab.deep.snapshots import Snapshots
 from vprop.lab.deep.swag import SWAG
 
 
@@ -23,6 +24,7 @@ class Unfinished:
     optimizer: Optimizer
     generator: torch.Generator
     """Of the order of the data."""
+    snapshots: Snapshots
     swag: SWAG | None = None
 
     def save(self, steps: int) -> None:
@@ -33,6 +35,7 @@ class Unfinished:
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "masks": [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if self._on_gpu else [])],
+            "snapshots": self.snapshots.state_dict(),
             "swag": None if self.swag is None else self.swag.state_dict(),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +55,7 @@ class Unfinished:
         torch.set_rng_state(on_cpu)
         if self._on_gpu:
             torch.cuda.set_rng_state_all(on_gpus)
+        self.snapshots.load_state_dict(state["snapshots"])
         if self.swag is not None:
             self.swag.load_state_dict(state["swag"])
         return state["steps"]

@@ -80,6 +80,10 @@ class Workload(Protocol):
     def model(self, dropout: float) -> nn.Module:
         """A new network, from torch's generator, on the device."""
 
+    @property
+    def steps_of_a_chunk(self) -> int:
+        """Of an epoch, or of what stands for one."""
+
     def steps(self, share: float) -> int:
         """Of a whole training, or of a share of it."""
 
@@ -106,9 +110,14 @@ class ImageWork:
         channels, classes = self.images.train_x.shape[1], self.images.classes
         return resnet20(channels, classes, norm=self.task.norm, dropout=dropout, **shape).to(self.device)  # type: ignore[arg-type]
 
+    @property
+    def steps_of_a_chunk(self) -> int:
+        """An epoch's."""
+        return self.num_data // self.batch
+
     def steps(self, share: float) -> int:
         """Whole epochs."""
-        return max(1, round(share * self.task.epochs)) * (self.num_data // self.batch)
+        return max(1, round(share * self.task.epochs)) * self.steps_of_a_chunk
 
     def chunks(self, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Epochs in new orders, with crops and flips if the task has them."""
@@ -138,6 +147,11 @@ class TextWork:
             model.load_state_dict(torch.load(pretrained_path(task, self.how), weights_only=True))
             adapt(model, task.rank)
         return model.to(self.device)
+
+    @property
+    def steps_of_a_chunk(self) -> int:
+        """The same for all texts."""
+        return STEPS_OF_A_CHUNK
 
     def steps(self, share: float) -> int:
         """As the task says."""

@@ -1,0 +1,228 @@
+"""One training in cycles: the step sizes are torch's in each of them, and every end is a member of a mixture."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import vprop
+from vprop import CosineCycles
+
+
+def sgd(*rates):
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates], lr=1.0)
+
+
+def rates_of(optimizer, scheduler, steps):
+    """Those that each of the steps is made with, by group."""
+    found = []
+    for _ in range(steps):
+        found.append([float(group["lr"]) for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def of_torch(peak, steps, warm_up):
+    optimizer = sgd(1.0)
+    scheduler = OneCycleLR(optimizer, peak, steps, pct_start=warm_up, cycle_momentum=False)
+    found = [[optimizer.param_groups[0]["lr"]]]
+    for _ in range(steps - 1):
+        optimizer.step()
+        scheduler.step()
+        found.append([optimizer.param_groups[0]["lr"]])
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("warm_up", [0.05, 0.3])
+@pytest.mark.parametrize("steps", [40, 101])
+def test_one_cycle_is_that_of_torch(steps, warm_up):
+    optimizer = sgd(0.3)
+    found = rates_of(optimizer, CosineCycles(optimizer, steps, cycles=1, warm_up=warm_up), steps)
+    torch.testing.assert_close(found, of_torch(0.3, steps, warm_up))
+
+
+def test_every_cycle_is_a_training_of_its_length():
+    optimizer = sgd(0.3, 0.01)
+    scheduler = CosineCycles(optimizer, 200, cycles=4, first=0.4)
+    assert scheduler.ends == (80, 120, 160, 200)
+    found = rates_of(optimizer, scheduler, 200)
+    parts = torch.cat([of_torch(1.0, steps, 0.05) for steps in (80, 40, 40, 40)])
+    torch.testing.assert_close(found, parts * torch.tensor([0.3, 0.01], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 3, 7])
+@pytest.mark.parametrize("total", [97, 1000])
+def test_cycles_end_where_they_say(total, cycles):
+    optimizer = sgd(0.1)
+    scheduler = CosineCycles(optimizer, total, cycles=cycles)
+    ended = []
+    assert not scheduler.ended
+    for step in range(1, total + 1):
+        optimizer.step()
+        scheduler.step()
+        ended += [step] * scheduler.ended
+    assert tuple(ended) == scheduler.ends
+    assert len(ended) == cycles
+    assert ended[-1] == total
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor():
+    weight = nn.Parameter(torch.zeros(1))
+    rate = torch.tensor(0.1)
+    optimizer = vprop.Vario([weight], lr=rate, num_data=8, batch_size=8, mc_samples=0)
+    scheduler = CosineCycles(optimizer, 20)
+    place = optimizer.param_groups[0]["lr"].data_ptr()
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"].data_ptr() == place
+    plain = sgd(0.1)
+    expected = rates_of(plain, CosineCycles(plain, 20), 2)[1]
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_it_goes_on_from_a_checkpoint():
+    whole = sgd(0.1)
+    expected = rates_of(whole, CosineCycles(whole, 60), 60)
+    optimizer = sgd(0.1)
+    scheduler = CosineCycles(optimizer, 60)
+    first = rates_of(optimizer, scheduler, 35)
+    saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+    other = sgd(0.1)
+    resumed = CosineCycles(other, 60)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    torch.testing.assert_close(torch.cat([first, rates_of(other, resumed, 25)]), expected)
+    assert resumed.ended
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"total_steps": 0}, r"Invalid total_steps=0: must be an integer >= 1. It is epochs \* len\(loader\)"),
+        ({"total_steps": 2.5}, "Invalid total_steps=2.5"),
+        ({"cycles": 0}, "Invalid cycles=0: must be an integer >= 1"),
+        ({"cycles": True}, "Invalid cycles=True"),
+        ({"first": 0}, r"Invalid first=0: must be a number in \(0, 1\)"),
+        ({"first": 1.0}, "Invalid first=1.0"),
+        ({"warm_up": 1}, r"Invalid warm_up=1: must be a number in \[0, 1\)"),
+        ({"warm_up": float("nan")}, "Invalid warm_up=nan"),
+        ({"total_steps": 6, "cycles": 5}, "a cycle would have 0 steps, must have at least 2. Take fewer cycles"),
+        ({"total_steps": 10, "first": 0.99}, "a cycle would have 0 steps"),
+    ],
+)
+def test_refusals(options, words):
+    with pytest.raises(ValueError, match=words):
+        CosineCycles(sgd(0.1), **{"total_steps": 100, **options})
+
+
+def test_more_steps_than_it_was_told_of_are_refused():
+    optimizer = sgd(0.1)
+    scheduler = CosineCycles(optimizer, 10, cycles=2)
+    rates_of(optimizer, scheduler, 10)
+    optimizer.step()
+    with pytest.raises(
+        ValueError, match=r"total_steps=10\): step\(\) was called 11 times. Pass the steps of the whole"
+    ):
+        scheduler.step()
+
+
+# -- mixtures --------------------------------------------------------------------------------------------------------
+
+
+def data(count=48):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 3, generator=generator)
+    return x, (x.sum(1) > 0).long()
+
+
+def network():
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def vario(model, seed):
+    return vprop.Vario(model.parameters(), lr=0.05, num_data=48, batch_size=16, seed=seed)
+
+
+def in_three_cycles(optimizer):
+    return CosineCycles(optimizer, 3 * 8)
+
+
+def batches():
+    x, y = data()
+    return list(zip(x.split(16), y.split(16), strict=True))
+
+
+def test_a_mixture_from_one_training():
+    """The same as a loop that takes the posterior at every end."""
+    mixture = vprop.train_mixture(
+        network, vario, batches(), F.cross_entropy, members=1, epochs=8, seed=3, make_scheduler=in_three_cycles
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = network()
+        optimizer = vario(model, 3)
+        scheduler, members = in_three_cycles(optimizer), []
+        for _ in range(8):
+            for x, y in batches():
+                optimizer.step(vprop.Objective(model, F.cross_entropy, x, y))
+                scheduler.step()
+                if scheduler.ended:
+                    members.append(optimizer.posterior(model, likelihood="categorical"))
+    assert (len(mixture), len(members)) == (3, 3)
+    x = data()[0]
+    ours, theirs = mixture.predict(x, num_samples=6), vprop.Mixture(members).predict(x, num_samples=6)
+    assert torch.equal(ours.samples, theirs.samples)
+    for ours, theirs in zip(mixture.members, members, strict=True):
+        assert all(torch.equal(ours.mean[name], mean) for name, mean in theirs.mean.items())
+
+
+def test_members_stay_as_they_were_at_the_ends():
+    """Weights, noise, and the statistics of BatchNorm; the last one is the model as it is."""
+    model = network()
+    optimizer = vario(model, 0)
+    scheduler, members, copies = in_three_cycles(optimizer), [], []
+    for _ in range(8):
+        for x, y in batches():
+            optimizer.step(vprop.Objective(model, F.cross_entropy, x, y))
+            scheduler.step()
+            if scheduler.ended:
+                members.append(optimizer.posterior(model, likelihood="categorical"))
+                copies.append(copy.deepcopy(model).eval())
+    x = data()[0]
+    for member, network_then in zip(members, copies, strict=True):
+        assert all(torch.equal(member.mean[name], p) for name, p in network_then.named_parameters())
+        assert member.predict(x, num_samples=1).samples.shape == (1, 48, 2)
+        assert all(torch.equal(member.buffers[name], b) for name, b in network_then.named_buffers())
+    assert len({float(member.mean["0.weight"].sum()) for member in members}) == 3
+    assert len({float(member.buffers["1.running_mean"].sum()) for member in members}) == 3
+
+
+def test_several_networks_in_cycles_make_the_product_of_members():
+    mixture = vprop.train_mixture(
+        network, vario, batches(), F.cross_entropy, members=2, epochs=8, make_scheduler=in_three_cycles
+    )
+    assert len(mixture) == 6
+    assert len({id(member.model) for member in mixture.members}) == 2
+
+
+@pytest.mark.parametrize("steps", [23, 60])
+def test_a_training_of_another_length_is_refused_after_its_first_pass(steps):
+    calls = []
+
+    def loss(output, y):
+        calls.append(1)
+        return F.cross_entropy(output, y)
+
+    with pytest.raises(ValueError, match=rf"CosineCycles\(total_steps={steps}\) for a training of 24 steps"):
+        vprop.train_mixture(
+            network, vario, batches(), loss, members=1, epochs=8,
+            make_scheduler=lambda optimizer: CosineCycles(optimizer, steps),
+        )  # fmt: skip
+    assert len(calls) == 3
