@@ -157,9 +157,14 @@ def test_the_words_on_deep_networks_are_those_of_the_results():
     unmasked = at["gpt"]["vario"]["scores"]["unmasked"]["nll"]["mean"]
     assert f"without them Vario's log-loss is {unmasked:.3f}" in said
     few = at["cifar10-5k"]
-    calibrated = sorted(few, key=lambda name: own_scores(few[name])["ece"]["mean"])[:3]
-    assert set(calibrated) == {"vprop-centred", "ivon", "laplace-last"}
-    assert "That Vprop, IVON and Laplace are the best calibrated" in said
+    calibrated = sorted(few, key=lambda name: own_scores(few[name])["ece"]["mean"])[:4]
+    assert set(calibrated) == {"vprop-centred", "ivon", "ivon-cycles", "laplace-last"}
+    assert "IVON, in cycles or not, Vprop and Laplace are the best calibrated" in said
+    loss = {name: own_scores(row)["nll"]["mean"] for name, row in few.items()}
+    order = sorted(loss, key=lambda name: loss[name])
+    assert order[:6] == ["ivon-cycles", "ivon", "sgd-cycles", "vadam", "ivon-opt", "laplace-last"]
+    assert f"{loss['ivon-cycles'] / loss['sgd']:.2f} times the log-loss of a tuned SGD" in said
+    assert f"IVON trained once ({loss['ivon'] / loss['sgd']:.2f} times, at SGD's accuracy)" in said
     grids = [row for row in few.values() if len(row["grid"]) > 1]
     last = [
         row["label"].partition(" with a floor")[0] for row in grids if row["setting"].items() <= row["grid"][-1].items()
@@ -167,9 +172,25 @@ def test_the_words_on_deep_networks_are_those_of_the_results():
     assert f"{', '.join(last[:-1])} and {last[-1]} chose the last settings of their grids" in said
 
 
+def test_what_cycles_gain_and_lose_is_said_as_measured():
+    said = " ".join((ROOT / "docs" / "sensitivity.md").read_text().split())
+    few, many = (
+        {name: f"{own_scores(row)['nll']['mean']:.3f}" for name, row in contenders_of(task).items()}
+        for task in ("cifar10-5k", "cifar10")
+    )
+    ensemble = next(row for row in deep_results("cifar10-5k")["groups"] if row["name"] == "ensemble-3")
+    assert f"five cycles of IVON have a log-loss of {few['ivon-cycles']}, one long training" in said
+    assert f"has {few['ivon']}, and three plain networks" in said
+    assert f"times as much, have {ensemble['scores']['nll']['mean']:.3f}" in said
+    assert f"{many['ivon-cycles']} against {many['ivon']}" in said
+
+
+def deep_results(task):
+    return json.loads((ROOT / "docs" / "deep" / "results" / f"{task}.json").read_text())
+
+
 def contenders_of(task):
-    found = json.loads((ROOT / "docs" / "deep" / "results" / f"{task}.json").read_text())
-    return {row["name"]: row for row in found["contenders"]}
+    return {row["name"]: row for row in deep_results(task)["contenders"]}
 
 
 def test_the_ways_to_predict():
