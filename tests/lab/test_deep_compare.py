@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from vprop.lab.cli import app
-from vprop.lab.deep import compare, contenders, page, results, table
+from vprop.lab.deep import compare, contenders, page, predictions, results, table
 from vprop.lab.deep.compare import numbers, tasks_named
 from vprop.lab.deep.contenders import GROUPS, DeepContender
-from vprop.lab.deep.protocol import Bench
+from vprop.lab.deep.protocol import Bench, Chosen
 from vprop.lab.deep.run import DeepRun, Pretraining
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
 from vprop.lab.deep.workloads import How
@@ -271,7 +271,7 @@ def test_names():
 def test_groups_have_no_member_twice(finished, monkeypatch):
     paths = []
     scored = {"scores": {"nll": 1.0}, "outliers": {}, "diagram": None}
-    monkeypatch.setattr(results.groups, "of_images", lambda own, averaged: paths.append(own) or scored)
+    monkeypatch.setattr(results.groups, "of_images", lambda own, kind: paths.append(own) or scored)
     runs = [(DeepRun(IMAGES, "sgd", (("lr", 0.1),), seed, "final", how=How(finished)), {}) for seed in range(7)]
     for run, _ in runs:
         target = results.predictions_path(run)
@@ -282,6 +282,23 @@ def test_groups_have_no_member_twice(finished, monkeypatch):
     assert row["groups"] == 2
     assert [len(own) for own in paths] == [3, 3]
     assert len({path for own in paths for path in own}) == 6
+
+
+@pytest.mark.parametrize("kind", ["averaged", "running"])
+def test_a_mixture_predicts_in_the_way_that_was_chosen_for_its_members(finished, monkeypatch, kind):
+    one = contenders.BY_NAME["vario"]
+    place, setting = bench(finished), one.grid(IMAGES)[0]
+    monkeypatch.setattr(Bench, "choice", lambda *_: Chosen(setting, (None, None), True, kind))
+    group = next(group for group in GROUPS if group.name == "mixture-3-vario")
+    row = results._group_row(IMAGES, group, place, Store(finished / "runs"))
+    runs = [place.run(IMAGES, one, setting, seed, "final") for seed in (0, 1, 2)]
+    members = [predictions.load(results.predictions_path(run), kind) for run in runs]
+    probs = torch.stack([sets["test"].probs for sets, _ in members]).mean(0)
+    loss = predictions.log_loss(probs, members[0][1])
+    assert row["scores"]["nll"]["mean"] == pytest.approx(loss, abs=1e-5)
+    assert row["predicts"] == kind
+    shown = table.scores_table({"contenders": [], "groups": [row]})
+    assert ("draws of all, running statistics" in shown) == (kind == "running")
 
 
 def test_a_contender_says_whether_it_can_run():

@@ -130,8 +130,8 @@ def averages(seed, count=40):
 def test_what_is_kept_is_what_was_predicted_to_half_a_thousandth(tmp_path):
     at_mean, drawn = {"test": averages(0)}, {"test": averages(1), "other": averages(2)}
     y = torch.arange(40) % 4
-    predictions.save_images(tmp_path / "a" / "kept.npz", at_mean, drawn, y)
-    sets, labels = predictions.load(tmp_path / "a" / "kept.npz", "draws")
+    predictions.save_images(tmp_path / "a" / "kept.npz", {"mean": at_mean, "averaged": drawn}, y)
+    sets, labels = predictions.load(tmp_path / "a" / "kept.npz", "averaged")
     assert torch.equal(labels, y)
     assert set(sets) == {"test", "other"}
     for name, one in sets.items():
@@ -149,25 +149,25 @@ def test_a_group_is_the_mean_of_its_members(tmp_path):
     members = [{"test": averages(i), "other": averages(10 + i)} for i in range(3)]
     paths = [tmp_path / f"{i}.npz" for i in range(3)]
     for path, member in zip(paths, members, strict=True):
-        predictions.save_images(path, {"test": averages(99)}, member, y)
-    found = groups.of_images(paths, averaged=True)
+        predictions.save_images(path, {"mean": {"test": averages(99)}, "running": member}, y)
+    found = groups.of_images(paths, "running")
     probs = torch.stack([member["test"].probs for member in members]).mean(0)
     assert found["scores"]["nll"] == pytest.approx(metrics.nll(probs, y), abs=5e-4)
     assert found["scores"]["accuracy"] == metrics.accuracy(probs, y)
     # of the means alone, all members are the same, and a group of them is one of them
-    same = groups.of_images(paths, averaged=False)
+    same = groups.of_images(paths, "mean")
     assert same["scores"]["nll"] == pytest.approx(metrics.nll(averages(99).probs, y), abs=5e-4)
-    predictions.save_images(paths[0], {"test": averages(0)}, members[0], (y + 1) % 4)
+    predictions.save_images(paths[0], {"running": members[0]}, (y + 1) % 4)
     with pytest.raises(ValueError, match="not of one test set"):
-        groups.of_images(paths, averaged=True)
+        groups.of_images(paths, "running")
 
 
 def test_a_group_of_texts_averages_probabilities(tmp_path):
     y, members, paths = torch.arange(40) % 4, [averages(i) for i in range(2)], [tmp_path / f"{i}.npz" for i in range(2)]
     for path, member in zip(paths, members, strict=True):
-        predictions.save_text(path, averages(7), member, y)
+        predictions.save_text(path, {"mean": {"test": averages(7)}, "averaged": {"test": member}}, y)
     probs = (members[0].probs + members[1].probs) / 2
-    assert groups.of_text(paths, True)["scores"]["nll"] == pytest.approx(metrics.nll(probs, y), rel=1e-6)
+    assert groups.of_text(paths, "averaged")["scores"]["nll"] == pytest.approx(metrics.nll(probs, y), rel=1e-6)
 
 
 def test_outliers_are_told_by_two_uncertainties():

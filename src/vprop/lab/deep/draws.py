@@ -81,10 +81,10 @@ def peer(optimizer: Any, model: nn.Module, count: int) -> Iterator[Forward]:
             yield model
 
 
-OWN, RUNNING, UNMASKED = "averaged", "running", "unmasked"
-"""Kinds of predictions: with statistics of BatchNorm of each draw and dropout masks, where there are any; the same with
-the running statistics; the same without masks. Runs of a posterior with dropout that have no "unmasked" scores are from
-before there were masks: what they call "averaged" is without."""
+MEAN, OWN, RUNNING, UNMASKED = "mean", "averaged", "running", "unmasked"
+"""Kinds of predictions: at the mean of the weights; with statistics of BatchNorm of each draw and dropout masks, where
+there are any; the same with the running statistics; the same without masks. Runs of a posterior with dropout that have
+no "unmasked" scores are from before there were masks: what they call "averaged" is without."""
 
 
 def of_one_kind(drawn: Iterable[Forward]) -> Iterator[tuple[str, Forward]]:

@@ -13,9 +13,9 @@ from vprop.lab.deep.predictions import Averaged
 from vprop.lab.deep.scores import diagram, score_labels, score_outliers
 
 
-def of_images(paths: Sequence[Path], averaged: bool) -> dict[str, Any]:
-    """The scores of the mean over members, each at its mean or averaged over its own draws."""
-    members = [predictions.load(path, "draws" if averaged else "mean") for path in paths]
+def of_images(paths: Sequence[Path], kind: str) -> dict[str, Any]:
+    """The scores of the mean over members, each with its own predictions of this kind."""
+    members = [predictions.load(path, kind) for path in paths]
     labels = members[0][1]
     if any(not torch.equal(labels, other) for _, other in members):
         raise ValueError(f"The members of a group are not of one test set: {', '.join(map(str, paths))}.")
@@ -25,9 +25,9 @@ def of_images(paths: Sequence[Path], averaged: bool) -> dict[str, Any]:
     return {"scores": score_labels(test, labels), "outliers": outliers, "diagram": diagram(test, labels)}
 
 
-def of_text(paths: Sequence[Path], averaged: bool) -> dict[str, Any]:
+def of_text(paths: Sequence[Path], kind: str) -> dict[str, Any]:
     """Of texts the log-loss alone is known."""
-    probs = torch.stack([predictions.load_text(path, "draws" if averaged else "mean") for path in paths]).mean(0)
+    probs = torch.stack([predictions.load_text(path, kind) for path in paths]).mean(0)
     return {"scores": {"nll": float(-probs.log().mean())}, "outliers": {}, "diagram": None}
 
 

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from vprop.lab.deep import predictions
-from vprop.lab.deep.draws import OWN
+from vprop.lab.deep.draws import MEAN, OWN
 from vprop.lab.deep.predictions import Forward
 from vprop.lab.deep.run import DeepRun, judgement, predictions_path
 from vprop.lab.deep.workloads import ImageWork
@@ -49,7 +49,7 @@ class LaplaceRun(DeepRun):
         options = ({"test": work.labels}, work.rows)
         at_mean = predictions.averaged([fitted_model], inputs, *options)
         over_draws = predictions.averaged(drawn, inputs, *options)
-        predictions.save_images(predictions_path(self), at_mean, over_draws, work.labels)
+        predictions.save_images(predictions_path(self), {MEAN: at_mean, OWN: over_draws}, work.labels)
         return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, {OWN: over_draws}, work.labels)
 
     def _sampled(self, model: nn.Module, x: Tensor, y: Tensor) -> list[Forward]:

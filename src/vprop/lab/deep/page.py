@@ -27,14 +27,17 @@ In this first table, the best is who has the smallest NLL on the test data.
 - **Tasks and contenders** are two lists that can be read: `src/vprop/lab/deep/tasks.py` and `contenders.py`.
 - **Equal budgets.** All contenders of a task evaluate the same number of mini-batch gradients, on batches in the same
   orders. The step size warms up over a twentieth of the steps and falls along a cosine to zero. SWAG's stays at a
-  constant for the last quarter, which its weights are collected in, one at the end of every epoch.
+  constant for the last quarter, which its weights are collected in, one at the end of every epoch. "In cycles" that
+  schedule is run through several times within the same number of steps, the first time in the share "first" of them;
+  predictions are averaged over the networks at the ends of all cycles, or over draws from their posteriors in turn, and
+  "the last mean" is the last network alone.
 - **Settings** are chosen by the NLL (of averaged predictions, where a contender averages) on the last part of the
   training data, which tuning runs do not train on, with a seed that is not reported. Test data are not looked at.
   Every contender has a grid of one to four settings; what was chosen is in the last column, the grids with their
   losses are in the results. Tuning runs are as long as the others, of Fashion-MNIST and books half as long. In the
   same way it is chosen which statistics of BatchNorm draws have, their own or the running ones: the first table and
-  the plots of scores and reliability show that kind, the tables of scores and outliers show both. Mixtures, and the
-  log-loss by the number of draws, are with their own.
+  the plots of scores and reliability show that kind, and mixtures predict with it; the tables of scores and outliers
+  show both. The log-loss by the number of draws is with their own.
 - **Predictions** are made at the mean of the weights, and averaged over draws: of the posterior, of dropout masks, of
   SWAG's Gaussian. Probabilities are averaged, not logits. A draw of the weights has statistics of BatchNorm of its own,
   from 10,000 training images; rows with "running statistics" are the same draws without them. Dropout masks, and draws

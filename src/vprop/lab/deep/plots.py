@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def _scores(result: Row, path: Path) -> Path:
         axes.errorbar(x["mean"], 100 * y["mean"], spread[1], spread[0], label=name, **look)  # type: ignore[arg-type]
         place, text = (x["mean"], 100 * y["mean"]), name if few else str(number)
         axes.annotate(text, place, (6, 5), textcoords="offset points", fontsize=8, color=color)
-    axes.set(xlabel="NLL (lower is better)", ylabel="accuracy, %", title=result["title"])
+    title = result["title"] if few else textwrap.fill(result["title"], 44)  # the list of names is beside it
+    axes.set(xlabel="NLL (lower is better)", ylabel="accuracy, %", title=title)
     axes.margins(0.2 if few else 0.05, 0.1)
     if not few:
         figure.legend(fontsize=7, loc="outside right upper")

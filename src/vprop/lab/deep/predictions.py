@@ -114,10 +114,10 @@ def of_labels(probs: Tensor, labels: Tensor) -> Tensor:
 # -- files, for ensembles --------------------------------------------------------------------------------------------
 
 
-def save_images(path: Path, at_mean: Mapping[str, Averaged], draws: Mapping[str, Averaged] | None, y: Tensor) -> None:
-    """Log-probabilities in 16 bits, which are exact to 0.0005 of their size, and expected entropies, by set."""
+def save_images(path: Path, by_kind: Mapping[str, Mapping[str, Averaged]], y: Tensor) -> None:
+    """By kind and set, log-probabilities in 16 bits, exact to 0.0005 of their size, and expected entropies."""
     arrays = {"labels": y.cpu().numpy().astype(np.uint8)}
-    for kind, sets in (("mean", at_mean), ("draws", draws or {})):
+    for kind, sets in by_kind.items():
         for name, one in sets.items():
             logs = one.probs.clamp_min(1e-30).log()
             arrays[f"{kind}.{name}.logs"] = logs.cpu().numpy().astype(np.float16)
@@ -125,12 +125,10 @@ def save_images(path: Path, at_mean: Mapping[str, Averaged], draws: Mapping[str,
     _write(path, arrays)
 
 
-def save_text(path: Path, at_mean: Averaged, draws: Averaged | None, y: Tensor) -> None:
+def save_text(path: Path, by_kind: Mapping[str, Mapping[str, Averaged]], y: Tensor) -> None:
     """Of a text the log-probability of the characters that came, and of no others: they would be too many."""
-    arrays = {"mean.test.true": of_labels(at_mean.probs, y).log().cpu().numpy().astype(np.float32)}
-    if draws is not None:
-        arrays["draws.test.true"] = of_labels(draws.probs, y).log().cpu().numpy().astype(np.float32)
-    _write(path, arrays)
+    logs = {kind: of_labels(sets["test"].probs, y).log() for kind, sets in by_kind.items()}
+    _write(path, {f"{kind}.test.true": of_kind.cpu().numpy().astype(np.float32) for kind, of_kind in logs.items()})
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -140,7 +138,7 @@ def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def load(path: Path, kind: str) -> tuple[dict[str, Averaged], Tensor]:
-    """What :func:`save_images` kept at the mean or of the draws, and the labels."""
+    """What :func:`save_images` kept of this kind, and the labels; no sets if there is none of it."""
     with np.load(path) as file:
         names = [key.split(".")[1] for key in file.files if key.startswith(f"{kind}.") and key.endswith(".logs")]
         sets = {}

@@ -19,7 +19,6 @@ from vprop.lab.deep.workloads import How, pretrained_path
 from vprop.lab.engine.pool import Pool
 from vprop.lab.engine.store import Store
 
-MEAN = "mean"
 """The kind of predictions that are made at the mean of the weights."""
 
 
@@ -106,7 +105,7 @@ class Bench:
 
 def usual_kind(contender: DeepContender) -> str:
     """Of predictions, where nothing was tried that would say which is the best."""
-    return MEAN if contender.kind == "point" else draws.OWN
+    return draws.MEAN if contender.kind == "point" else draws.OWN
 
 
 def tuning_losses(result: dict[str, Any]) -> dict[str, float]:
@@ -115,7 +114,7 @@ def tuning_losses(result: dict[str, Any]) -> dict[str, float]:
     Of runs with dropout that have no "unmasked" scores, draws are without masks.
     """
     scores = result["scores"]
-    kinds = [kind for kind in (draws.OWN, draws.RUNNING) if kind in scores] or [MEAN]
+    kinds = [kind for kind in (draws.OWN, draws.RUNNING) if kind in scores] or [draws.MEAN]
     return {kind: loss for kind in kinds if (loss := scores[kind]["nll"]) is not None}
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from vprop.lab.deep import groups
 from vprop.lab.deep.contenders import BY_NAME, GROUPS, DeepContender, Group, Setting, taking_part
-from vprop.lab.deep.draws import UNMASKED
-from vprop.lab.deep.protocol import MEAN, Bench, Chosen, usual_kind
+from vprop.lab.deep.draws import MEAN, UNMASKED
+from vprop.lab.deep.protocol import Bench, Chosen, usual_kind
 from vprop.lab.deep.run import DeepRun, predictions_path
 from vprop.lab.deep.tasks import TUNING_SEED, DeepTask
 from vprop.lab.engine.store import Store
@@ -150,13 +150,15 @@ def _group_row(task: DeepTask, group: Group, bench: Bench, store: Store) -> Resu
     if not sets:
         return None
     score = groups.of_images if task.of_images else groups.of_text
-    results = [score(one, group.averaged) for one in sets]
+    kind = _predicts(contender, setting, bench.choice(task, contender)) if group.averaged else MEAN
+    results = [score(one, kind) for one in sets]
     return {
         "name": group.name,
         "label": group.label,
         "of": group.of,
         "members": group.members,
         "averaged": group.averaged,
+        "predicts": kind,
         "ours": contender.ours,
         "setting": setting,
         "groups": len(sets),

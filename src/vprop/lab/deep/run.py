@@ -151,7 +151,7 @@ class DeepRun(DeepJob):
         drawn = self._draws(contender, model, optimizer, trained, count, statistics)
         over_draws = predictions.averaged_by_kind(drawn, *options)
         if self.part == "final":
-            self._keep(work, model, contender, at_mean, over_draws.get(draws.OWN))
+            self._keep(work, model, contender, {draws.MEAN: at_mean} | over_draws)
         return judgement(at_mean, over_draws, work.labels) | {"sigma": median_sigma(optimizer, model)}
 
     def _draws(
@@ -181,15 +181,10 @@ class DeepRun(DeepJob):
         work: Workload,
         model: nn.Module,
         contender: DeepContender,
-        at_mean: dict[str, Averaged],
-        over_draws: dict[str, Averaged] | None,
+        by_kind: dict[str, dict[str, Averaged]],
     ) -> None:
-        path = predictions_path(self)
-        if self.task.of_images:
-            predictions.save_images(path, at_mean, over_draws, work.labels)
-        else:
-            over_test = None if over_draws is None else over_draws["test"]
-            predictions.save_text(path, at_mean["test"], over_test, work.labels)
+        save = predictions.save_images if self.task.of_images else predictions.save_text
+        save(predictions_path(self), by_kind, work.labels)
         if contender.kind == "point" and self.task.of_images:
             save_weights(model, self.how.out / "weights" / f"{self.key}.pt")
 
@@ -204,7 +199,7 @@ def judgement(
 ) -> dict[str, Any]:
     """All scores of a run, at the mean and averaged over the draws of each kind."""
     order = (draws.OWN, draws.RUNNING, draws.UNMASKED)
-    kinds = {"mean": at_mean} | {kind: over_draws[kind] for kind in order if kind in over_draws}
+    kinds = {draws.MEAN: at_mean} | {kind: over_draws[kind] for kind in order if kind in over_draws}
     by_draws = over_draws[draws.OWN]["test"].nll_by_draws if draws.OWN in over_draws else {}
     return {
         "scores": {kind: score_labels(sets["test"].probs, labels) for kind, sets in kinds.items()},

@@ -82,6 +82,7 @@ def scores_table(result: Row) -> str:
     for row in result["groups"]:
         name = f"**{row['label']}**" if row["ours"] else row["label"]
         words = "draws of all" if row["averaged"] else "the means"
+        words += ", running statistics" if row.get("predicts") == "running" else ""
         words += f" ({row['groups']} groups)" if row["groups"] > 1 else ""
         rows.append([name, words, *_scores(row["scores"]), NOTHING])
     return markdown.table(head, rows)
