@@ -262,6 +262,9 @@ def test_names():
     assert tasks_named("all", False) == TASKS
     assert tasks_named("gpt", False) == (BY_NAME["gpt"],)
     assert tasks_named("text", True) == (TEXT,)
+    assert tasks_named("gpt,cifar10,gpt", False) == (BY_NAME["gpt"], BY_NAME["cifar10"])
+    assert tasks_named("lora,short-text", True) == (LORA, TEXT)
+    assert tasks_named("gpt,all", False) == TASKS
     assert tasks_named("cifar10", True) == SHORT
     assert numbers("3,4") == (3, 4)
     with pytest.raises(UsageError):

@@ -22,9 +22,13 @@ IMAGES = SHORT[0]
 COMMITTED = Path(__file__).parents[2] / "docs" / "deep" / "results"
 
 
+def command(out, results, *options, tasks="images"):
+    arguments = ("compare", "deep", tasks, "--short", *options, "--out", out, "--results", results)
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
 def deep(out, results, *options):
-    arguments = ("compare", "deep", "images", "--short", *options, "--out", out, "--results", results)
-    run = CliRunner().invoke(app, [str(one) for one in arguments])
+    run = command(out, results, *options)
     assert run.exit_code == 0, run.output
     return json.loads((results / "short-images.json").read_text())
 
@@ -53,6 +57,35 @@ def test_rows_without_runs_here_stay(tmp_path):
     assert [one["name"] for one in timed["contenders"] if one["cost"]] == ["adamw", "vario"]
     assert timed["cost_of_adamw"] == timed["contenders"][1]["cost"]
     assert [one["scores"] for one in timed["contenders"]] == [one["scores"] for one in again["contenders"]]
+
+
+def test_what_is_missing_is_what_a_file_does_not_have(tmp_path):
+    usual = ("--usual", "--seeds", "0,1")
+    first = deep(tmp_path / "one", tmp_path, "--only", "sgd,adamw", *usual)
+    again = command(tmp_path / "two", tmp_path, "--only", "sgd,adamw", *usual, "--missing")
+    assert "short-images: no training is missing." in again.output
+    assert not list((tmp_path / "two").rglob("final-*.json"))
+    both = deep(tmp_path / "two", tmp_path, "--only", "sgd,adamw,vario", *usual, "--missing")
+    assert {path.name.split("-")[1] for path in (tmp_path / "two").rglob("final-*.json")} == {"vario"}
+    assert [one for one in both["contenders"] if one["name"] != "vario"] == first["contenders"]
+    other = ("--only", "sgd", "--usual", "--seeds", "0,1,2", "--missing")  # a seed more: the file has means alone
+    assert next(one["seeds"] for one in deep(tmp_path / "three", tmp_path, *other)["contenders"]) == [0, 1, 2]
+    assert len(list((tmp_path / "three").rglob("final-sgd-*.json"))) == 3
+
+
+def test_what_is_missing_of_several_tasks_runs_side_by_side(tmp_path):
+    options = ("--only", "adamw", "--usual", "--seeds", "0", "--missing")
+    run = command(tmp_path / "one", tmp_path, *options, tasks="images,text")
+    assert run.exit_code == 0, run.output
+    assert "2 tasks: seeds: 2 to run." in run.output
+    assert {path.name for path in tmp_path.glob("*.json")} == {"short-images.json", "short-text.json"}
+
+
+@pytest.mark.parametrize("option", ["--tuning", "--cost"])
+def test_missing_goes_with_seeds(tmp_path, option):
+    run = command(tmp_path, tmp_path, option, "--missing")
+    assert run.exit_code == 1
+    assert f"--missing is about seeds, which {option} does not run." in " ".join(run.output.split())
 
 
 def test_machines_and_states_of_the_library_are_those_of_all_rows():

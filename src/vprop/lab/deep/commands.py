@@ -15,8 +15,8 @@ def deep(
     what: Annotated[
         str,
         typer.Argument(
-            help="A task (cifar10, cifar10-40, fashion, gpt, lora, …), or all. collect: write results from kept runs; "
-            "table: draw tables and plots from results."
+            help="A task (cifar10, cifar10-40, fashion, gpt, lora, …), several with commas, or all. collect: write "
+            "results from kept runs; table: draw tables and plots from results."
         ),
     ] = "all",
     only: Annotated[str, typer.Option(help="Contenders, with commas between them; all by default.")] = "",
@@ -24,6 +24,10 @@ def deep(
     tuning: Annotated[bool, typer.Option("--tuning", help="Choose settings, and no more.")] = False,
     usual: Annotated[
         bool, typer.Option("--usual", help="Do not try settings: take what was chosen before, else the usual one.")
+    ] = False,
+    missing: Annotated[
+        bool,
+        typer.Option("--missing", help="Leave out the contenders whose figures the results have, with these seeds."),
     ] = False,
     cost: Annotated[bool, typer.Option("--cost", help="Measure times and memory, and no more.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -55,7 +59,9 @@ def deep(
         names = "all" if what in ("table", "collect") else what
         chosen = compare.tasks_named(names, short), compare.contenders_named(only), compare.numbers(seeds)
         stages = compare.stages_for(tuning, usual, cost)
-        request = compare.DeepRequest(*chosen, stages, how, data_dir, jobs, results, page)
+        if missing and "seeds" not in stages:
+            raise UsageError(f"--missing is about seeds, which {'--tuning' if tuning else '--cost'} does not run.")
+        request = compare.DeepRequest(*chosen, stages, how, data_dir, jobs, results, page, missing)
         console = Console()
         if what == "table":
             compare.draw(request, console)

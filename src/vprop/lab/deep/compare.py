@@ -19,9 +19,9 @@ from vprop.lab.deep.data import prepare
 from vprop.lab.deep.joined import with_kept_rows
 from vprop.lab.deep.kept import kept_in
 from vprop.lab.deep.pool import TimedPool
-from vprop.lab.deep.protocol import Bench, run_cost, run_task
+from vprop.lab.deep.protocol import Bench, run_cost, run_tasks
 from vprop.lab.deep.results import collect, costs
-from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS, DeepTask
+from vprop.lab.deep.tasks import SHORT, TASKS, DeepTask
 from vprop.lab.deep.workloads import FAST, How
 from vprop.lab.engine.store import Store, require_writable, write_json
 from vprop.lab.errors import LabError, UsageError
@@ -42,6 +42,8 @@ class DeepRequest:
     jobs: int = 1
     results: Path | None = None
     page: Path | None = None
+    missing: bool = False
+    """Whether contenders are left out that the files of results have with these seeds."""
 
     @property
     def results_folder(self) -> Path:
@@ -55,14 +57,16 @@ class DeepRequest:
 
 
 def tasks_named(name: str, short: bool) -> tuple[DeepTask, ...]:
-    """The task of that name; of ``all`` or of a short run, all of them."""
-    chosen = tuple(task for task in SHORT if task.name in (name, f"short-{name}")) if short else ()
-    if not chosen and name != "all" and name not in BY_NAME:
-        names = ", ".join(task.name for task in (*TASKS, *(SHORT if short else ())))
-        raise UsageError(f"Unknown task {name!r}. Must be one of: {names}; all; collect; or table.")
-    if short:
-        return chosen or SHORT
-    return TASKS if name == "all" else (BY_NAME[name],)
+    """The tasks with these names, listed with commas; of ``all`` or of a short run, all of them."""
+    parts = name.split(",")
+    known = {task.name: task for task in (*TASKS, *(SHORT if short else ()))}
+    known |= {task.name.removeprefix("short-"): task for task in SHORT} if short else {}
+    for part in parts:
+        if part not in known and part != "all":
+            names = ", ".join(task.name for task in dict.fromkeys(known.values()))
+            raise UsageError(f"Unknown task {part!r}. Must be of: {names}; all; collect; or table.")
+    chosen = TASKS if "all" in parts else tuple(dict.fromkeys(known[part] for part in parts))
+    return tuple(task for task in chosen if task in SHORT) or SHORT if short else chosen
 
 
 def contenders_named(names: str) -> tuple[DeepContender, ...]:
@@ -132,9 +136,9 @@ def run(request: DeepRequest, console: Console) -> bool:
     pool = TimedPool(store, console, request.jobs, request.how.stop_at)
     alone = TimedPool(store, console, 1, request.how.stop_at)
     try:
-        for task in tasks:
-            run_task(task, contenders, request.seeds, request.stages, bench, pool)
-            if "cost" in request.stages:
+        run_tasks(tasks, contenders, request.seeds, request.stages, bench, pool, request.missing)
+        if "cost" in request.stages:
+            for task in tasks:
                 run_cost(task, contenders, bench, alone)
     finally:
         pool.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,12 @@ class Bench:
         _, best, kind = min(usable, default=(0.0, 0, usual_kind(contender)))
         return Chosen(grid[best], tuple(min(one.values(), default=None) for one in known), complete, kind)
 
+    def seeds_before(self, task: DeepTask, contender: DeepContender, choice: Chosen) -> set[int]:
+        """Those of the contender's row in the file of results, if that is of the same setting."""
+        kept = None if self.results is None else kept_in(self.results, task)
+        rows = [] if kept is None else [row for row in kept["contenders"] if row["name"] == contender.name]
+        return {seed for row in rows if row["setting"] == choice.setting for seed in row["seeds"]}
+
     def _tried_before(self, task: DeepTask, contender: DeepContender) -> tuple[Losses, str]:
         if self.results is None:
             return {}, ""
@@ -118,31 +124,45 @@ def tuning_losses(result: dict[str, Any]) -> dict[str, float]:
     return {kind: loss for kind in kinds if (loss := scores[kind]["nll"]) is not None}
 
 
-def run_task(
-    task: DeepTask,
+def run_tasks(
+    tasks: Iterable[DeepTask],
     contenders: Iterable[DeepContender],
-    seeds: Iterable[int],
+    seeds: Sequence[int],
     stages: Iterable[str],
     bench: Bench,
     pool: Pool,
+    missing: bool = False,
 ) -> None:
-    """What is asked for of one task; what was run before is not run again."""
-    chosen = [one for one in taking_part(task) if one in tuple(contenders)]
-    if task.pretraining and not pretrained_path(task, bench.how).is_file():
-        pretraining = bench.pretraining(task)
-        pool.store.forget(pretraining.key)  # the figure may have been kept without the network
-        if not pool.run_all(f"{task.name}: before adapters", [pretraining]):
-            return
+    """What is asked for of all tasks side by side, so that no worker waits for the last run of a task.
+
+    What was run before is not run again; with ``missing``, nor what the files of results have with these seeds.
+    """
+    ready = [task for task in tasks if _is_ready(task, bench, pool)]
+    pairs = [(task, one) for task in ready for one in taking_part(task) if one in tuple(contenders)]
+    title = ready[0].name if len(ready) == 1 else f"{len(ready)} tasks"
     if "tuning" in stages:
-        pool.run_all(f"{task.name}: settings", [run for one in chosen for run in bench.to_be_tried(task, one)])
-    if "seeds" in stages:
-        trained = [one for one in chosen if one.kind != "laplace"]
-        for group in (trained, [one for one in chosen if one.kind == "laplace"]):
-            # all contenders with the first seed, then with the second: a table can be made at any time
-            settings = {one.name: bench.choice(task, one).setting for one in group}
-            jobs = [bench.run(task, one, settings[one.name], seed, "final") for seed in seeds for one in group]
-            if jobs:
-                pool.run_all(f"{task.name}: seeds", jobs)
+        pool.run_all(f"{title}: settings", [run for task, one in pairs for run in bench.to_be_tried(task, one)])
+    if "seeds" not in stages:
+        return
+    for is_laplace in (False, True):  # the second are made from weights of the first
+        chosen = [(task, one, bench.choice(task, one)) for task, one in pairs if (one.kind == "laplace") == is_laplace]
+        if missing:
+            chosen = [part for part in chosen if not set(seeds) <= bench.seeds_before(*part)]
+        # all contenders with the first seed, then with the second: a table can be made at any time
+        jobs = [bench.run(task, one, choice.setting, seed, "final") for seed in seeds for task, one, choice in chosen]
+        if jobs:
+            pool.run_all(f"{title}: seeds", jobs)
+        elif missing and not is_laplace:
+            pool.console.print(f"{title}: no training is missing.")
+
+
+def _is_ready(task: DeepTask, bench: Bench, pool: Pool) -> bool:
+    """Whether the network that its adapters are for is there, after it was trained if it was not."""
+    if not task.pretraining or pretrained_path(task, bench.how).is_file():
+        return True
+    pretraining = bench.pretraining(task)
+    pool.store.forget(pretraining.key)  # the figure may have been kept without the network
+    return bool(pool.run_all(f"{task.name}: before adapters", [pretraining]))
 
 
 def run_cost(task: DeepTask, contenders: Iterable[DeepContender], bench: Bench, pool: Pool) -> None:
