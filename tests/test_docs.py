@@ -175,14 +175,19 @@ def test_the_words_on_deep_networks_are_those_of_the_results():
 def test_what_cycles_gain_and_lose_is_said_as_measured():
     said = " ".join((ROOT / "docs" / "sensitivity.md").read_text().split())
     few, many = (
-        {name: f"{own_scores(row)['nll']['mean']:.3f}" for name, row in contenders_of(task).items()}
+        {name: own_scores(row)["nll"]["mean"] for name, row in contenders_of(task).items()}
         for task in ("cifar10-5k", "cifar10")
     )
-    ensemble = next(row for row in deep_results("cifar10-5k")["groups"] if row["name"] == "ensemble-3")
-    assert f"five cycles of IVON have a log-loss of {few['ivon-cycles']}, one long training" in said
-    assert f"has {few['ivon']}, and three plain networks" in said
-    assert f"times as much, have {ensemble['scores']['nll']['mean']:.3f}" in said
-    assert f"{many['ivon-cycles']} against {many['ivon']}" in said
+    ensemble = next(row for row in deep_results("cifar10-5k")["groups"] if row["name"] == "ensemble-3")["scores"]
+    more = ensemble["accuracy"]["mean"] - own_scores(contenders_of("cifar10-5k")["ivon-cycles"])["accuracy"]["mean"]
+    assert few["ivon-cycles"] < few["ivon"]
+    assert f"cycles of IVON have a log-loss of {few['ivon-cycles']:.3f}, one long training of the same length" in said
+    assert f"has {few['ivon']:.3f}, and three plain networks" in said
+    assert f"have {ensemble['nll']['mean']:.3f} (and {100 * more:.1f} percent more accuracy)" in said
+    assert many["ivon-cycles"] > many["ivon"]
+    assert f"worse* than one training, {many['ivon-cycles']:.3f} against {many['ivon']:.3f}" in said
+    assert many["sgd-cycles"] < many["sgd"]
+    assert f"the lower log-loss there, too, {many['sgd-cycles']:.3f} against {many['sgd']:.3f}" in said
 
 
 def deep_results(task):

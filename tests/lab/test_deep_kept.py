@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vprop.lab.cli import app
 from vprop.lab.deep import contenders, table
 from vprop.lab.deep.joined import with_kept_rows
-from vprop.lab.deep.kept import items, kept_in, tried_before
+from vprop.lab.deep.kept import kept_in, key_of, tried_before
 from vprop.lab.deep.protocol import Bench
 from vprop.lab.deep.tasks import BY_NAME, SHORT
 from vprop.lab.deep.workloads import How
@@ -177,12 +177,45 @@ def test_a_setting_that_diverged_before_is_not_tried_again(tmp_path):
     assert (choice.setting, choice.losses[2], choice.complete) == (one.grid(task)[1], None, True)
 
 
-def test_what_was_not_tuned_says_nothing():
-    one = contenders.BY_NAME["sgd"]
+def kept_with(row, **changes):
+    """The committed file, with another row of SGD."""
     kept = kept_in(COMMITTED, BY_NAME["cifar10"])
-    losses, kind = tried_before(kept, one)
-    assert losses[items(one.grid(BY_NAME["cifar10"])[0])] > 0
-    assert kind == "mean"
-    assert tried_before(kept, contenders.BY_NAME["vadam"]) == ({}, "")
-    untuned = kept | {"contenders": [row | {"tuned": False} for row in kept["contenders"]]}
-    assert tried_before(untuned, one) == ({}, "")
+    return kept | {"contenders": [one | changes if one["name"] == row else one for one in kept["contenders"]]}
+
+
+def test_every_loss_of_a_file_is_known_also_where_not_all_settings_were_tried():
+    """Or else a grid that became wider would be tried from the start, once it was written down."""
+    task, one = BY_NAME["cifar10"], contenders.BY_NAME["sgd"]
+    grid = kept_in(COMMITTED, task)["contenders"][0]["grid"]
+    known = tried_before(kept_with("sgd", tuned=False, grid=[*grid, {"lr": 0.5, "nll": None}]), one, task)
+    assert set(known) == {key_of(setting) for setting in one.grid(task)}
+    assert {kind for losses in known.values() for kind in losses} == {"mean"}
+    known = tried_before(kept_with("sgd", grid=[*grid, {"lr": 0.5, "nll": None}]), one, task)
+    assert known[key_of({"lr": 0.5})] == {}  # it diverged
+    assert tried_before(kept_with("sgd"), contenders.BY_NAME["vadam"], task) == {}
+
+
+def test_a_loss_has_the_kind_of_predictions_that_it_is_of(tmp_path):
+    """The best one's, in files that say no more; if that one has left the grid, they say nothing of the others."""
+    task, one = BY_NAME["cifar10"], contenders.BY_NAME["ivon"]
+    row = next(row for row in kept_in(COMMITTED, task)["contenders"] if row["name"] == "ivon")
+    best = row["setting"]
+    rest = tuple(setting for setting in one.grid(task) if setting != best)
+    without = replace(one, grids={"resnet": rest})
+    assert tried_before(kept_with("ivon"), without, task) == {}
+    said = [setting | {"predicts": "running"} for setting in row["grid"]]
+    write_json(tmp_path / "cifar10.json", kept_with("ivon", grid=said))
+    choice = Bench(How(tmp_path), results=tmp_path).choice(task, without)
+    assert (choice.kind, choice.kinds, choice.complete) == ("running", ("running",) * len(rest), True)
+
+
+def test_results_say_the_kind_of_every_loss(tmp_path):
+    found = deep(tmp_path / "one", tmp_path, "--only", "vario", "--seeds", "0")
+    (row,) = found["contenders"]
+    kinds = [setting["predicts"] for setting in row["grid"]]
+    assert set(kinds) <= {"averaged", "running"}
+    best = min(row["grid"], key=lambda setting: setting["nll"])
+    assert row["predicts"] == best["predicts"]
+    there = Bench(How(tmp_path / "two"), results=tmp_path).choice(IMAGES, contenders.BY_NAME["vario"])
+    here = Bench(How(tmp_path / "one")).choice(IMAGES, contenders.BY_NAME["vario"])
+    assert there == here

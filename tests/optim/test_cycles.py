@@ -102,19 +102,35 @@ def test_it_goes_on_from_a_checkpoint():
     assert resumed.ended
 
 
+@pytest.mark.parametrize("made", [0, 1, 35, 59])
+def test_it_goes_on_from_a_number_of_steps(made):
+    """As torch's schedulers do, whose ``last_epoch`` is the number of the last step: one less than were made."""
+    whole = sgd(0.1)
+    expected = rates_of(whole, CosineCycles(whole, 60), 60)
+    optimizer = sgd(0.1)
+    if made:
+        optimizer.param_groups[0]["initial_lr"] = 0.1
+    scheduler = CosineCycles(optimizer, 60, last_epoch=made - 1)
+    assert scheduler.last_epoch == made
+    torch.testing.assert_close(rates_of(optimizer, scheduler, 60 - made), expected[made:].view(-1, 1))
+    assert scheduler.ended
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"total_steps": 0}, r"Invalid total_steps=0: must be an integer >= 1. It is epochs \* len\(loader\)"),
         ({"total_steps": 2.5}, "Invalid total_steps=2.5"),
         ({"cycles": 0}, "Invalid cycles=0: must be an integer >= 1"),
+        ({"cycles": 10**9}, "a cycle would have fewer than 2 steps"),
+        ({"total_steps": 10**400}, "Invalid total_steps="),
         ({"cycles": True}, "Invalid cycles=True"),
         ({"first": 0}, r"Invalid first=0: must be a number in \(0, 1\)"),
         ({"first": 1.0}, "Invalid first=1.0"),
         ({"warm_up": 1}, r"Invalid warm_up=1: must be a number in \[0, 1\)"),
         ({"warm_up": float("nan")}, "Invalid warm_up=nan"),
-        ({"total_steps": 6, "cycles": 5}, "a cycle would have 0 steps, must have at least 2. Take fewer cycles"),
-        ({"total_steps": 10, "first": 0.99}, "a cycle would have 0 steps"),
+        ({"total_steps": 6, "cycles": 5}, "a cycle would have fewer than 2 steps. Take fewer cycles"),
+        ({"total_steps": 10, "first": 0.99}, "a cycle would have fewer than 2 steps"),
     ],
 )
 def test_refusals(options, words):
@@ -212,17 +228,51 @@ def test_several_networks_in_cycles_make_the_product_of_members():
     assert len({id(member.model) for member in mixture.members}) == 2
 
 
+class Unsized:
+    """Batches in passes of these lengths, one after the other, which nobody knows before."""
+
+    def __init__(self, *lengths):
+        self.lengths = iter(lengths)
+
+    def __iter__(self):
+        return iter(batches()[:1] * next(self.lengths))
+
+
+def train(loader, total, epochs, cycles=3, loss=F.cross_entropy):
+    return vprop.train_mixture(
+        network, vario, loader, loss, members=1, epochs=epochs,
+        make_scheduler=lambda optimizer: CosineCycles(optimizer, total, cycles=cycles),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("steps", [23, 60])
-def test_a_training_of_another_length_is_refused_after_its_first_pass(steps):
-    calls = []
-
+def test_a_training_of_another_length_is_refused_before_it_begins(steps):
     def loss(output, y):
-        calls.append(1)
-        return F.cross_entropy(output, y)
+        raise AssertionError("it began")
 
-    with pytest.raises(ValueError, match=rf"CosineCycles\(total_steps={steps}\) for a training of 24 steps"):
-        vprop.train_mixture(
-            network, vario, batches(), loss, members=1, epochs=8,
-            make_scheduler=lambda optimizer: CosineCycles(optimizer, steps),
-        )  # fmt: skip
-    assert len(calls) == 3
+    message = rf"CosineCycles\(total_steps={steps}\) for a training of 24 steps. Pass total_steps=24"
+    with pytest.raises(ValueError, match=message):
+        train(batches(), steps, 8, loss=loss)
+
+
+def test_passes_of_different_lengths_count_together():
+    """Of a loader that does not say how long it is; a cycle that did not end is no member, and no silence."""
+    assert len(train(Unsized(10, 8), 18, 2)) == 3
+    for total in (19, 40):
+        with pytest.raises(ValueError, match=rf"total_steps={total}\) for a training of 18 steps"):
+            train(Unsized(10, 8), total, 2)
+    with pytest.raises(ValueError, match=r"total_steps=16\): step\(\) was called 17 times"):
+        train(Unsized(10, 8), 16, 2)
+
+
+@pytest.mark.parametrize("combine", ["chained", "sequential"])
+def test_cycles_inside_of_another_scheduler_are_refused(combine):
+    def make(optimizer):
+        cycles = CosineCycles(optimizer, 24)
+        if combine == "chained":
+            return torch.optim.lr_scheduler.ChainedScheduler([cycles], optimizer)
+        constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [constant, cycles], [2])
+
+    with pytest.raises(TypeError, match="with CosineCycles inside, must return the CosineCycles itself"):
+        vprop.train_mixture(network, vario, batches(), F.cross_entropy, epochs=8, make_scheduler=make)

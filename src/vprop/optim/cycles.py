@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from vprop.checks import invalid, is_finite, is_number
+from vprop.checks import invalid, is_finite, is_number, shown
 
 LOW, END = 1 / 25, 1 / 25e4
 """Where a cycle starts and ends, as shares of its highest step size: those of torch's OneCycleLR."""
@@ -65,7 +65,11 @@ class CosineCycles(LRScheduler):
         first: the share of the steps that the first cycle has, which starts from random weights; the others have the
             rest in equal parts.
         warm_up: the part of a cycle in which the step size rises.
-        last_epoch: steps that were made before, as all of torch's schedulers count them.
+        last_epoch: the number of the last step that was made, counted from 0, as all of torch's schedulers have it: 34
+            after 35 steps. -1 starts anew.
+
+    All that is trained should be in ``optimizer``: weights of the model that another one trains have no posterior, and
+    members of one training share them. As a part of ``SequentialLR`` the last cycle is not seen to end.
 
     >>> import torch, vprop
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -102,19 +106,20 @@ class CosineCycles(LRScheduler):
             ("total_steps", total_steps, "It is epochs * len(loader), if every batch is a step."),
             ("cycles", cycles, "Each makes a member of the mixture; 3 is the default."),
         ):
-            if not is_number(value, whole=True) or value < 1:
+            if not is_number(value, whole=True) or not 1 <= value < 2**53:
                 raise invalid(name, value, "an integer >= 1", remedy)
         for name, share, low in (("first", first, "(0, 1)"), ("warm_up", warm_up, "[0, 1)")):
             if not is_finite(share) or not 0 <= share < 1 or (share == 0 and name == "first"):
                 raise invalid(name, share, f"a number in {low}", "It is a share of the steps.")
         self.total_steps, self.cycles = int(total_steps), int(cycles)
         self.first, self.warm_up = float(first), float(warm_up)
-        self.ends = cycle_ends(self.total_steps, self.cycles, self.first)
+        # of too many cycles a list would fill the memory
+        self.ends = cycle_ends(self.total_steps, self.cycles, self.first) if 2 * cycles <= total_steps else (1,)
         shortest = min(end - start for start, end in zip((0, *self.ends), self.ends, strict=False))
         if shortest < 2:
             raise ValueError(
-                f"CosineCycles(total_steps={total_steps}, cycles={cycles}, first={first}): a cycle would have "
-                f"{shortest} steps, must have at least 2. Take fewer cycles, or another first."
+                f"CosineCycles(total_steps={shown(total_steps)}, cycles={shown(cycles)}, first={first}): a cycle would "
+                f"have fewer than 2 steps. Take fewer cycles, or another first."
             )
         super().__init__(optimizer, last_epoch)
 

@@ -176,6 +176,13 @@ def _scheduler(make_scheduler: Callable[[Any], Any], optimizer: Any) -> Any:
             f"train_mixture(make_scheduler): it returned {shown(scheduler)}, must return a scheduler, whose step() is "
             "called after every step. Leave it out for a constant step size."
         )
+    inner = [one for one in getattr(scheduler, "_schedulers", ()) if isinstance(one, CosineCycles)]
+    if inner:
+        raise TypeError(
+            f"train_mixture(make_scheduler): it returned a {type(scheduler).__name__} with CosineCycles inside, must "
+            "return the CosineCycles itself: its cycles' ends would not be noticed. With others beside it, train in a "
+            "loop of your own, and pass the posteriors at the ends to vprop.Mixture([...])."
+        )
     return scheduler
 
 
@@ -183,8 +190,10 @@ def _trained(
     model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable[Any], loss_fn: LossFunction, epochs: int
 ) -> Iterator[None]:
     """Train, and stop at the end of every cycle of the scheduler, or at the end, if it has no cycles."""
-    place, has_cycles = Place.of(model), isinstance(scheduler, CosineCycles)
-    for epoch in range(epochs):
+    place, cycles = Place.of(model), scheduler if isinstance(scheduler, CosineCycles) else None
+    if cycles is not None and (batches := _known_length(loader)) is not None:
+        _require_length(cycles, batches * epochs)
+    for _ in range(epochs):
         batches = 0
         for x, y in _pairs(loader):
             y = tree_map(lambda leaf: _target(leaf, place), y)
@@ -192,20 +201,34 @@ def _trained(
             if scheduler is not None:
                 scheduler.step()
             batches += 1
-            if has_cycles and scheduler.ended:
+            if cycles is not None and cycles.ended:
                 yield
         if batches == 0:
             raise ValueError(
                 "train_mixture(loader): there are no batches in a pass. Pass a DataLoader or a list of (x, y), not an "
                 "iterator that is used up."
             )
-        if has_cycles and epoch == 0 and scheduler.total_steps != batches * epochs:
-            raise ValueError(
-                f"train_mixture(make_scheduler): CosineCycles(total_steps={scheduler.total_steps}) for a training of "
-                f"{batches * epochs} steps, {epochs} passes of {batches}. Pass total_steps={batches * epochs}."
-            )
-    if not has_cycles:
+    if cycles is None:
         yield
+    else:
+        _require_length(cycles, cycles.last_epoch)  # of a loader that did not say it, or said something else
+
+
+def _known_length(loader: Any) -> int | None:
+    """Of a pass, as far as the loader says it."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _require_length(cycles: CosineCycles, steps: int) -> None:
+    """Refuse cycles for a training of another length: the last one would not end."""
+    if cycles.total_steps != steps:
+        raise ValueError(
+            f"train_mixture(make_scheduler): CosineCycles(total_steps={cycles.total_steps}) for a training of {steps} "
+            f"steps. Pass total_steps={steps}."
+        )
 
 
 def _target(leaf: Any, place: Place) -> Any:

@@ -11,9 +11,8 @@ from vprop.lab.deep.contenders import DeepContender
 from vprop.lab.deep.tasks import DeepTask
 
 Result = dict[str, Any]
-Setting = frozenset[tuple[str, float | None]]
-Losses = dict[Setting, float | None]
-"""By setting; ``None`` where it diverged."""
+Key = frozenset[tuple[str, float]]
+"""A setting."""
 
 
 def kept_in(folder: Path, task: DeepTask) -> Result | None:
@@ -26,15 +25,26 @@ def kept_in(folder: Path, task: DeepTask) -> Result | None:
     return kept if same else None
 
 
-def tried_before(kept: Result | None, contender: DeepContender) -> tuple[Losses, str]:
-    """The log-loss on held-out data of every setting of the contender that was tried, and how the best one predicts."""
-    rows = [] if kept is None else [row for row in kept["contenders"] if row["name"] == contender.name]
-    for row in rows:
-        if row["tuned"] and "predicts" in row and len(row["grid"]) > 1:
-            return {items(one): one["nll"] for one in row["grid"]}, row["predicts"]
-    return {}, ""
+def tried_before(kept: Result | None, contender: DeepContender, task: DeepTask) -> dict[Key, dict[str, float]]:
+    """Log-losses on held-out data by setting, as far as they are known, and by the kind of predictions; none if it
+    diverged.
+
+    Results of before every setting had its kind tell that of the best one alone. If that is not in the grid any more,
+    they say nothing.
+    """
+    found: dict[Key, dict[str, float]] = {}
+    for row in [] if kept is None else kept["contenders"]:
+        if row["name"] != contender.name or len(row["grid"]) < 2 or "predicts" not in row:
+            continue
+        is_known = key_of(row["setting"]) in {key_of(one) for one in contender.grid(task)}
+        for one in row["grid"]:
+            if one["nll"] is None and row["tuned"]:
+                found[key_of(one)] = {}
+            elif one["nll"] is not None and ("predicts" in one or is_known):
+                found[key_of(one)] = {one.get("predicts", row["predicts"]): one["nll"]}
+    return found
 
 
-def items(setting: Mapping[str, float | None]) -> Setting:
-    """Without the loss, as a key."""
-    return frozenset((name, value) for name, value in setting.items() if name != "nll")
+def key_of(setting: Mapping[str, Any]) -> Key:
+    """Without the loss and what goes with it."""
+    return frozenset((name, value) for name, value in setting.items() if name not in ("nll", "predicts"))

@@ -10,7 +10,7 @@ from typing import Any
 from vprop.lab.deep import draws
 from vprop.lab.deep.contenders import BY_NAME, DeepContender, Setting, taking_part
 from vprop.lab.deep.cost import DeepCost
-from vprop.lab.deep.kept import Losses, kept_in, tried_before
+from vprop.lab.deep.kept import Key, kept_in, key_of, tried_before
 from vprop.lab.deep.laplace import LaplaceRun
 from vprop.lab.deep.run import DeepRun, Pretraining
 from vprop.lab.deep.tasks import BY_NAME as TASKS
@@ -18,8 +18,6 @@ from vprop.lab.deep.tasks import TUNING_SEED, DeepTask, Part
 from vprop.lab.deep.workloads import How, pretrained_path
 from vprop.lab.engine.pool import Pool
 from vprop.lab.engine.store import Store
-
-"""The kind of predictions that are made at the mean of the weights."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,8 @@ class Chosen:
     setting: Setting
     losses: tuple[float | None, ...]
     """On held-out training data, in the order of the grid; ``None`` where it diverged or was not tried."""
+    kinds: tuple[str | None, ...]
+    """Of the predictions that these are of, the best that each setting makes."""
     complete: bool
     """Whether all of them were tried."""
     kind: str
@@ -63,8 +63,8 @@ class Bench:
 
     def to_be_tried(self, task: DeepTask, contender: DeepContender) -> list[DeepRun]:
         """The tuning runs whose outcome no file of results has."""
-        before, _ = self._tried_before(task, contender)
-        return [run for run in self.tuning(task, contender) if frozenset(run.setting) not in before]
+        before = self._tried_before(task, contender)
+        return [run for run in self.tuning(task, contender) if key_of(dict(run.setting)) not in before]
 
     def choice(self, task: DeepTask, contender: DeepContender) -> Chosen:
         """By the log-loss, of averaged predictions where there are any.
@@ -72,21 +72,16 @@ class Bench:
         Where a setting was not tried here, what the files of results say; if nothing was tried, the usual setting.
         """
         grid, store = contender.grid(task), Store(self.how.out / "runs")
-        before, kind = self._tried_before(task, contender)
+        before = self._tried_before(task, contender)
         losses: list[dict[str, float] | None] = []
         for run in self.tuning(task, contender):
-            here, there = store.load(run.key), before.get(frozenset(run.setting))
-            if here is not None:
-                losses.append(tuning_losses(here))
-            elif frozenset(run.setting) in before:
-                losses.append({} if there is None else {kind: there})
-            else:
-                losses.append(None)
-        complete = None not in losses
-        known = [one or {} for one in losses] or [{} for _ in grid]
-        usable = [(loss, i, kind) for i, one in enumerate(known) for kind, loss in one.items()]
+            here = store.load(run.key)
+            losses.append(before.get(key_of(dict(run.setting))) if here is None else tuning_losses(here))
+        smallest = [_smallest(one) for one in losses] or [(None, None)] * len(grid)
+        usable = [(loss, i, kind) for i, (loss, kind) in enumerate(smallest) if loss is not None and kind is not None]
         _, best, kind = min(usable, default=(0.0, 0, usual_kind(contender)))
-        return Chosen(grid[best], tuple(min(one.values(), default=None) for one in known), complete, kind)
+        of_all, kinds = tuple(loss for loss, _ in smallest), tuple(kind for _, kind in smallest)
+        return Chosen(grid[best], of_all, kinds, None not in losses, kind)
 
     def seeds_before(self, task: DeepTask, contender: DeepContender, choice: Chosen) -> set[int]:
         """Those of the contender's row in the file of results, if that is of the same setting."""
@@ -94,10 +89,11 @@ class Bench:
         rows = [] if kept is None else [row for row in kept["contenders"] if row["name"] == contender.name]
         return {seed for row in rows if row["setting"] == choice.setting for seed in row["seeds"]}
 
-    def _tried_before(self, task: DeepTask, contender: DeepContender) -> tuple[Losses, str]:
+    def _tried_before(self, task: DeepTask, contender: DeepContender) -> dict[Key, dict[str, float]]:
         if self.results is None:
-            return {}, ""
-        return tried_before(kept_in(self.results, TASKS[task.tuned_on] if task.tuned_on else task), contender)
+            return {}
+        of = TASKS[task.tuned_on] if task.tuned_on else task
+        return tried_before(kept_in(self.results, of), contender, of)
 
     def cost(self, task: DeepTask, contender: DeepContender, setting: Setting) -> DeepCost:
         """What a step of this setting takes: with dropout it takes longer."""
@@ -122,6 +118,11 @@ def tuning_losses(result: dict[str, Any]) -> dict[str, float]:
     scores = result["scores"]
     kinds = [kind for kind in (draws.OWN, draws.RUNNING) if kind in scores] or [draws.MEAN]
     return {kind: loss for kind in kinds if (loss := scores[kind]["nll"]) is not None}
+
+
+def _smallest(losses: dict[str, float] | None) -> tuple[float | None, str | None]:
+    """With the kind of predictions that has it."""
+    return min(((loss, kind) for kind, loss in (losses or {}).items()), default=(None, None))
 
 
 def run_tasks(

@@ -72,7 +72,8 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
         "tuned": choice.complete and setting == choice.setting,
         "predicts": _predicts(contender, setting, choice),
         "grid": [
-            {**one, "nll": loss} for one, loss in zip(contender.grid(task), choice.losses, strict=True)
+            {**one, "nll": loss} | ({} if kind is None else {"predicts": kind})
+            for one, loss, kind in zip(contender.grid(task), choice.losses, choice.kinds, strict=True)
         ],
         "seeds": [run.seed for run, _ in runs],
         "steps": results[0]["steps"],

@@ -168,7 +168,7 @@ class DeepRun(DeepJob):
         if contender.kind == "posterior":
             drops = dict(self.setting).get("dropout", 0.0) > 0
             snapshots = trained.snapshots
-            drawn = snapshots.draws(count) if snapshots.taken else draws.posterior(optimizer, model, count)
+            drawn = snapshots.draws(count) if snapshots.posteriors else draws.posterior(optimizer, model, count)
             return draws.of_all_kinds(drawn, statistics, dropout=drops)
         if contender.kind == "dropout":
             return draws.of_one_kind(draws.dropout(model, count))

@@ -1,4 +1,4 @@
-"""A training in cycles: model and optimizer as they were at the end of each, to predict with all of them."""
+"""A training in cycles: what it was at the end of each, to predict with all of them."""
 
 from __future__ import annotations
 
@@ -12,47 +12,51 @@ from torch.optim import Optimizer
 
 import vprop
 from vprop.lab.deep.predictions import Forward
+from vprop.posterior import io
 
 State = dict[str, Any]
 
 
 class Snapshots:
-    """Of ``model`` and ``optimizer``, after each of ``ends`` steps; of a training without cycles there are none."""
+    """After each of ``ends`` steps the posterior of ``optimizer``, or the state of ``model`` if it has none.
+
+    Of a training without cycles there are no ends.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, ends: Sequence[int] = ()) -> None:
         self.model, self.optimizer, self.ends = model, optimizer, tuple(ends)
-        self.taken: list[State] = []
+        self.posteriors: list[vprop.Posterior] = []
+        self.states: list[State] = []
 
     def take(self, steps: int) -> None:
         """One, if a cycle is over after so many steps."""
-        if steps in self.ends:
-            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            self.taken.append(copy.deepcopy(state))
+        if steps not in self.ends:
+            return
+        if isinstance(self.optimizer, vprop.VariationalOptimizer):
+            self.posteriors.append(self.optimizer.posterior(self.model))
+        else:
+            self.states.append(copy.deepcopy(self.model.state_dict()))
 
-    def state_dict(self) -> list[State]:
+    def state_dict(self) -> State:
         """What was taken."""
-        return self.taken
+        return {"posteriors": [io.parts_of(one) for one in self.posteriors], "states": self.states}
 
-    def load_state_dict(self, state: list[State]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what was taken before."""
-        self.taken = list(state)
+        parts = ((io.sections_of(tensors), settings) for tensors, settings in state["posteriors"])
+        self.posteriors = [io.made_of(sections, settings, self.model) for sections, settings in parts]
+        self.states = list(state["states"])
 
     def networks(self) -> Iterator[Forward]:
         """Each as a network with its weights."""
-        for state in self.taken:
+        for state in self.states:
             network = copy.deepcopy(self.model)
-            network.load_state_dict(state["model"])
+            network.load_state_dict(state)
             yield network.eval()
 
     def draws(self, count: int) -> Iterator[Forward]:
-        """``count`` draws from all posteriors in turn, so that the first few are already of different ones."""
-        assert isinstance(self.optimizer, vprop.VariationalOptimizer)
-        makers = list[Callable[[int], Any]]()
-        for number, state in enumerate(self.taken):  # the last one is what model and optimizer are now
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-            makers.append(partial(self.optimizer.posterior(self.model).sampled_models, seed=number))
-        return in_turn(makers, count)
+        """``count`` draws, as many of each posterior as their mixture has, in turn: the first few are of several."""
+        return in_turn([partial(one.sampled_models, seed=number) for number, one in enumerate(self.posteriors)], count)
 
 
 def in_turn(makers: Sequence[Callable[[int], Any]], count: int) -> Iterator[Forward]:

@@ -55,7 +55,8 @@ class Unfinished:
         torch.set_rng_state(on_cpu)
         if self._on_gpu:
             torch.cuda.set_rng_state_all(on_gpus)
-        self.snapshots.load_state_dict(state["snapshots"])
+        if "snapshots" in state:  # files of before there were cycles have none
+            self.snapshots.load_state_dict(state["snapshots"])
         if self.swag is not None:
             self.swag.load_state_dict(state["swag"])
         return state["steps"]
