@@ -150,10 +150,12 @@ def rows_of_networks(scores, *tasks):
 
 def test_the_words_on_deep_networks_are_those_of_the_results():
     """Those that a reader cannot see to be wrong at a glance at the tables."""
-    said = " ".join((ROOT / "docs" / "deep.md").read_text().partition("## How it was done")[0].split())
+    whole = " ".join((ROOT / "docs" / "deep.md").read_text().split())
+    said = whole.partition("## How it was done")[0]
     at = {task: contenders_of(task) for task in ("cifar10", "cifar10-5k", "gpt")}
     loss = {name: own_scores(row)["nll"]["mean"] for name, row in at["cifar10"].items()}
     assert f"IVON's posterior have {loss['ivon'] / loss['sgd']:.2f} times the log-loss of a tuned SGD" in said
+    assert f"ends 100 epochs with {at['cifar10']['ivon']['sigma']:.4f} where 0.008 was chosen" in whole
     unmasked = at["gpt"]["vario"]["scores"]["unmasked"]["nll"]["mean"]
     assert f"without them Vario's log-loss is {unmasked:.3f}" in said
     few = at["cifar10-5k"]

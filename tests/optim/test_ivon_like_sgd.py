@@ -1,5 +1,7 @@
 """IVON with SGD's arguments: steps, decay and noise are what they are said to be."""
 
+import math
+
 import pytest
 import torch
 
@@ -63,6 +65,29 @@ def test_sigma_is_the_standard_deviation_of_the_weights(num_data, temperature):
     optimizer = IVON.like_sgd(layer.parameters(), num_data=num_data, sigma=0.02, temperature=temperature)
     for variance in optimizer.posterior(layer).variance.values():
         torch.testing.assert_close(variance.sqrt(), torch.full_like(variance, 0.02))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("held", [False, True])
+def test_noise_and_steps_grow_as_h_forgets_its_start_unless_a_floor_holds_them(held, temperature):
+    ess, sigma, steps = 50 / temperature, 0.01, 1000
+    floor = {"hess_floor": 1 / (ess * sigma**2)} if held else {}
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = IVON.like_sgd(
+        [weight], 0.1, num_data=50, weight_decay=0.0, sigma=sigma, temperature=temperature, momentum=0.0, **floor
+    )
+    for _ in range(steps):
+        with optimizer.sampled_params():
+            weight.grad = torch.zeros_like(weight)  # the data say nothing
+        optimizer.step()
+    grown = 1.0 if held else math.exp(steps / 100_000)
+    variance = next(iter(optimizer.posterior(torch.nn.ParameterList([weight])).variance.values()))
+    torch.testing.assert_close(variance.sqrt(), torch.full_like(weight, sigma * grown**0.5).detach(), rtol=1e-5, atol=0)
+    before = weight.detach().clone()
+    with optimizer.sampled_params():
+        weight.grad = torch.full_like(weight, 1e-9)
+    optimizer.step()
+    torch.testing.assert_close(before - weight.detach(), torch.full_like(before, 1e-10 * grown), rtol=1e-4, atol=0)
 
 
 def test_groups_have_sgds_arguments_too():

@@ -113,10 +113,12 @@ class IVON(VariationalOptimizer):
 
             α = lr/(1−β₁),  β₁ = momentum,  λ = weight_decay·ess,  hess_init + δ = 1/(ess·sigma²),  rescale_lr=True
 
-        ``sigma`` is the standard deviation of every weight at the start, and nearly so for most of a training. Good
-        ones were a tenth to a fifth of the size of the weights, more with few data. ``num_data`` and further
-        arguments are those of the class. All of them can be set per group. The optimizer is then one like any other:
-        a rate that is set later, by hand or in a group that is added, is α.
+        ``sigma`` is the standard deviation of every weight at the start. Good ones were a tenth to a fifth of the size
+        of the weights, more with few data. Where the data say little about a weight, h is after t steps down to
+        β₂ᵗ = exp(−t/100,000) of its start, so that σ has grown by exp(t/200,000) and steps by exp(t/100,000): by 1.2
+        and 1.5 times in 39,000 steps. In longer trainings ``hess_floor=1/(ess·sigma²)`` holds both where they were.
+        ``num_data`` and further arguments are those of the class. All of them can be set per group. The optimizer is
+        then one like any other: a rate that is set later, by hand or in a group that is added, is α.
 
         >>> import torch
         >>> layer = torch.nn.Linear(3, 2)
