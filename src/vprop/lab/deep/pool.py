@@ -13,7 +13,7 @@ from typing import Any
 
 from vprop.lab.deep.run import OutOfTime
 from vprop.lab.engine.job import Job
-from vprop.lab.engine.pool import Pool, leave_interrupts_to_the_parent, stop, submit
+from vprop.lab.engine.pool import Pool, depend_on_the_parent, stop, submit
 from vprop.lab.errors import Interrupted
 
 Results = dict[str, dict[str, Any]]
@@ -71,7 +71,7 @@ class TimedPool(Pool):
             self._executor = ProcessPoolExecutor(
                 max_workers=self.workers,
                 mp_context=multiprocessing.get_context("spawn"),
-                initializer=leave_interrupts_to_the_parent,
+                initializer=depend_on_the_parent,
             )
         executor = self._executor
         queue, running = list(waiting), dict[Future[dict[str, Any]], str]()

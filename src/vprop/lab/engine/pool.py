@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -55,7 +56,7 @@ class Pool:
         executor = ProcessPoolExecutor(
             max_workers=min(self.workers or os.cpu_count() or 1, len(waiting)),
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=leave_interrupts_to_the_parent,
+            initializer=depend_on_the_parent,
         )
         with _progress(self.console) as progress:
             total = sum(job.effort for job in waiting.values())
@@ -122,6 +123,17 @@ def stop(executor: ProcessPoolExecutor) -> None:
         process.terminate()
 
 
-def leave_interrupts_to_the_parent() -> None:
-    """In a worker, which is ended by the parent."""
+def depend_on_the_parent() -> None:
+    """In a worker: interrupts are left to the parent; and when that is gone, however it died, the worker ends.
+
+    A run takes an hour, and nobody would be there to take its result.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
