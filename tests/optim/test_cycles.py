@@ -167,7 +167,7 @@ def vario(model, seed):
 
 
 def in_three_cycles(optimizer):
-    return CosineCycles(optimizer, 3 * 8)
+    return CosineCycles(optimizer, 3 * 8, cycles=3)
 
 
 def batches():
