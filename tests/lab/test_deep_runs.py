@@ -96,6 +96,13 @@ def test_sigma_is_the_noise_however_many_data_there_are(make, count):
     assert float(moved) == pytest.approx(1.0, rel=0.05)
 
 
+def test_noise_that_is_held_has_a_floor_where_it_starts():
+    facts, weight = {"num_data": 50_000, "seed": 0}, torch.nn.Parameter(torch.zeros(3))
+    free, held = (contenders.ivon([weight], facts, 0.008, held=held).param_groups[0] for held in (0.0, 1.0))
+    assert free["hess_floor"] == 0
+    assert held["hess_floor"] == pytest.approx(1 / (50_000 * 0.008**2))
+
+
 def test_a_tuning_run_is_shorter_and_on_held_out_data(tmp_path):
     task, one = replace(IMAGES, epochs=4, tuning_share=0.5), contenders.BY_NAME["sgd"]
     result = bench(tmp_path).run(task, one, {"lr": 0.1}, 100, "tuning").execute()
@@ -234,7 +241,7 @@ def test_dropout_that_was_chosen_not_to_be_used_is_one_network(tmp_path):
 def test_a_task_may_have_a_grid_of_its_own():
     ivon = contenders.BY_NAME["ivon"]
     tasks = {task.name: task for task in TASKS}
-    assert ivon.grid(tasks["cifar10-frn"]) != ivon.grid(tasks["cifar10"]) == ivon.grid(tasks["fashion"])
+    assert ivon.grid(tasks["cifar10-frn"]) != ivon.grid(tasks["fashion-plain"]) == ivon.grid(tasks["fashion"])
     assert all(len(one.grid(task)) <= 4 for one in contenders.CONTENDERS for task in TASKS)
 
 

@@ -159,11 +159,22 @@ def centred(params: Any, facts: dict[str, Any], sigma: float, speed: float = 1.0
 
 
 def ivon(
-    params: Any, facts: dict[str, Any], sigma: float, speed: float = 1.0, decay: float = DECAY, **setting: float
+    params: Any,
+    facts: dict[str, Any],
+    sigma: float,
+    speed: float = 1.0,
+    decay: float = DECAY,
+    held: float = 0.0,
+    **setting: float,
 ) -> Optimizer:
-    """With a step size that is SGD's, ``speed``/10; its h stays near where it starts, and so its noise is ``sigma``."""
+    """With a step size that is SGD's, ``speed``/10; its h stays near where it starts, and so its noise is ``sigma``.
+
+    ``held`` is 1 for a floor that keeps h from falling in a long training.
+    """
     known = {name: value for name, value in facts.items() if name != "batch_size"}
     options: Any = {"weight_decay": decay, "sigma": sigma, **known, **setting}
+    if held:
+        options["hess_floor"] = curvature_of(sigma, facts)
     return vprop.IVON.like_sgd(params, 0.1 * speed, **options)
 
 
@@ -211,9 +222,13 @@ _DROPOUT_GRIDS: Grids = {
 _NOISES: tuple[Setting, ...] = (
     {"sigma": 0.008}, {"sigma": 0.008, "decay": 1e-3}, {"sigma": 0.011, "decay": 1e-3}, {"sigma": 0.015, "decay": 1e-3},
 )  # fmt: skip
-# With FilterResponseNorm the least noise of these was the best of them, so there less is tried. With few images SGD
-# wants twice the step size, and so IVON may have it.
-_NOISE_GRIDS: Grids = {
+# With FilterResponseNorm the least noise of these was the best of them, so there less is tried. SGD may have twice the
+# step size, and so may IVON. In a hundred epochs its steps grow by half, unless they are held.
+_NOISES_OF_MANY: tuple[Setting, ...] = (
+    {"sigma": 0.008}, {"sigma": 0.008, "decay": 1e-3}, {"sigma": 0.008, "speed": 2.0, "held": 1.0},
+    {"sigma": 0.008, "decay": 1e-3, "held": 1.0},
+)  # fmt: skip
+_NOISE_GRIDS: dict[str, tuple[Setting, ...]] = {
     "resnet": _NOISES,
     "cifar10-5k": (
         {"sigma": 0.011, "decay": 1e-3}, {"sigma": 0.015, "decay": 1e-3},
@@ -301,7 +316,9 @@ CONTENDERS = (
         ),
     }, ours=True),
     DeepContender("vprop-floor", "Vprop with a floor", "posterior", floored, _NOISE_GRIDS, ours=True),
-    DeepContender("ivon", "IVON", "posterior", ivon, _NOISE_GRIDS, ours=True),
+    DeepContender("ivon", "IVON", "posterior", ivon, _NOISE_GRIDS | {
+        "cifar10": _NOISES_OF_MANY, "cifar10-40": _NOISES_OF_MANY,
+    }, ours=True),
     DeepContender("ivon-cycles", "IVON in cycles", "posterior", ivon, _IVON_CYCLES, ours=True),
     DeepContender("ivon-clipped", "IVON with clipping", "posterior", ivon_with_clipping, {
         "gpt": tuple(
