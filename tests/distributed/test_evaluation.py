@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.runs import LOOPS, SPREAD, data_part, make_batch, split, start
 from vprop.parallel.sharding import full_tensor
+
+
+def output(model: nn.Module, x: Tensor) -> Tensor:
+    """A copy, which waits for ranks that are still adding up: what a tensor-parallel model returns does not."""
+    return model(x).detach().clone()
 
 
 def outputs(strategy: str | None, attached: bool) -> dict[str, Tensor]:
@@ -21,22 +26,22 @@ def outputs(strategy: str | None, attached: bool) -> dict[str, Tensor]:
     for round_ in range(2):
         model.eval()
         with torch.no_grad():
-            seen[f"mean {round_}"] = model(x)
+            seen[f"mean {round_}"] = output(model, x)
             for draw in range(2):
                 with optimizer.sampled_params(train=False):
-                    seen[f"draw {draw} {round_}"] = model(x)
-            seen[f"mean after draws {round_}"] = model(x)
+                    seen[f"draw {draw} {round_}"] = output(model, x)
+            seen[f"mean after draws {round_}"] = output(model, x)
         model.train()
         if attached:
-            seen[f"sample {round_}"] = model(x).detach()
+            seen[f"sample {round_}"] = output(model, x)
             model.eval()
             with torch.no_grad():
-                seen[f"mean after a sample {round_}"] = model(x)
+                seen[f"mean after a sample {round_}"] = output(model, x)
             model.train()
-            seen[f"sample again {round_}"] = model(x).detach()
+            seen[f"sample again {round_}"] = output(model, x)
         else:
             with optimizer.sampled_params():
-                seen[f"sample {round_}"] = model(x).detach()
+                seen[f"sample {round_}"] = output(model, x)
         optimizer.discard_samples()
         part, parts = data_part(strategy)
         batch = split(make_batch(24, dtype=torch.float64, seed=round_), parts)[part]
