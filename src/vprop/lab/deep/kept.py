@@ -32,17 +32,23 @@ def tried_before(kept: Result | None, contender: DeepContender, task: DeepTask) 
     Results of before every setting had its kind tell that of the best one alone. If that is not in the grid any more,
     they say nothing.
     """
+    row = row_of(kept, contender)
+    if row is None or len(row["grid"]) < 2 or "predicts" not in row:
+        return {}
     found: dict[Key, dict[str, float]] = {}
-    for row in [] if kept is None else kept["contenders"]:
-        if row["name"] != contender.name or len(row["grid"]) < 2 or "predicts" not in row:
-            continue
-        is_known = key_of(row["setting"]) in {key_of(one) for one in contender.grid(task)}
-        for one in row["grid"]:
-            if one["nll"] is None and row["tuned"]:
-                found[key_of(one)] = {}
-            elif one["nll"] is not None and ("predicts" in one or is_known):
-                found[key_of(one)] = {one.get("predicts", row["predicts"]): one["nll"]}
+    is_known = key_of(row["setting"]) in {key_of(one) for one in contender.grid(task)}
+    for one in row["grid"]:
+        if one["nll"] is None and row["tuned"]:
+            found[key_of(one)] = {}
+        elif one["nll"] is not None and ("predicts" in one or is_known):
+            found[key_of(one)] = {one.get("predicts", row["predicts"]): one["nll"]}
     return found
+
+
+def row_of(kept: Result | None, contender: DeepContender) -> Result | None:
+    """The contender's figures, if the file has any."""
+    rows = [] if kept is None else kept["contenders"]
+    return next((row for row in rows if row["name"] == contender.name), None)
 
 
 def key_of(setting: Mapping[str, Any]) -> Key:

@@ -10,7 +10,7 @@ from typing import Any
 from vprop.lab.deep import draws
 from vprop.lab.deep.contenders import BY_NAME, DeepContender, Setting, taking_part
 from vprop.lab.deep.cost import DeepCost
-from vprop.lab.deep.kept import Key, kept_in, key_of, tried_before
+from vprop.lab.deep.kept import Key, kept_in, key_of, row_of, tried_before
 from vprop.lab.deep.laplace import LaplaceRun
 from vprop.lab.deep.run import DeepRun, Pretraining
 from vprop.lab.deep.tasks import BY_NAME as TASKS
@@ -85,9 +85,8 @@ class Bench:
 
     def seeds_before(self, task: DeepTask, contender: DeepContender, choice: Chosen) -> set[int]:
         """Those of the contender's row in the file of results, if that is of the same setting."""
-        kept = None if self.results is None else kept_in(self.results, task)
-        rows = [] if kept is None else [row for row in kept["contenders"] if row["name"] == contender.name]
-        return {seed for row in rows if row["setting"] == choice.setting for seed in row["seeds"]}
+        row = None if self.results is None else row_of(kept_in(self.results, task), contender)
+        return set(row["seeds"]) if row is not None and row["setting"] == choice.setting else set()
 
     def _tried_before(self, task: DeepTask, contender: DeepContender) -> dict[Key, dict[str, float]]:
         if self.results is None:
