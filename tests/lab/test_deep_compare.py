@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from vprop.lab.deep import compare, contenders, page, predictions, results, tabl
 from vprop.lab.deep.compare import numbers, tasks_named
 from vprop.lab.deep.contenders import GROUPS, DeepContender
 from vprop.lab.deep.protocol import Bench, Chosen
-from vprop.lab.deep.run import DeepRun, Pretraining
+from vprop.lab.deep.run import DeepRun, Pretraining, predictions_path
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
 from vprop.lab.deep.workloads import How
 from vprop.lab.engine.store import Store, write_json
@@ -274,6 +275,7 @@ def test_names():
 def test_groups_have_no_member_twice(finished, monkeypatch):
     paths = []
     scored = {"scores": {"nll": 1.0}, "outliers": {}, "diagram": None}
+    monkeypatch.setattr(results.predictions, "holds", lambda path, kind: True)
     monkeypatch.setattr(results.groups, "of_images", lambda own, kind: paths.append(own) or scored)
     runs = [(DeepRun(IMAGES, "sgd", (("lr", 0.1),), seed, "final", how=How(finished)), {}) for seed in range(7)]
     for run, _ in runs:
@@ -302,6 +304,27 @@ def test_a_mixture_predicts_in_the_way_that_was_chosen_for_its_members(finished,
     assert row["predicts"] == kind
     shown = table.scores_table({"contenders": [], "groups": [row]})
     assert ("draws of all, running statistics" in shown) == (kind == "running")
+
+
+def test_predictions_of_before_still_make_groups(finished, monkeypatch, tmp_path):
+    """They hold draws with statistics of their own alone, under the name of then, whatever was chosen for members."""
+    one, group = contenders.BY_NAME["vario"], next(group for group in GROUPS if group.name == "mixture-3-vario")
+    place, setting = bench(finished), one.grid(IMAGES)[0]
+    paths = [results.predictions_path(place.run(IMAGES, one, setting, seed, "final")) for seed in (0, 1, 2)]
+    for path in paths:
+        with np.load(path) as file:
+            assert any(key.startswith("running.") for key in file.files)
+            older = {key: file[key] for key in file.files if key.startswith(("mean.", "draws.", "labels"))}
+        target = tmp_path / path.relative_to(finished)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(target, **older)
+    monkeypatch.setattr(results, "predictions_path", lambda run: tmp_path / predictions_path(run).relative_to(finished))
+    monkeypatch.setattr(Bench, "choice", lambda *_: Chosen(setting, (None, None), (None, None), True, "running"))
+    row = results._group_row(IMAGES, group, place, Store(finished / "runs"))
+    assert row["predicts"] == "averaged"
+    probs = torch.stack([predictions.load(path, "averaged")[0]["test"].probs for path in paths]).mean(0)
+    loss = predictions.log_loss(probs, predictions.load(paths[0], "averaged")[1])
+    assert row["scores"]["nll"]["mean"] == pytest.approx(loss, abs=1e-5)
 
 
 def test_a_contender_says_whether_it_can_run():

@@ -15,8 +15,10 @@ Key = frozenset[tuple[str, float]]
 """A setting."""
 
 
-def kept_in(folder: Path, task: DeepTask) -> Result | None:
+def kept_in(folder: Path | None, task: DeepTask) -> Result | None:
     """The task's file, if it is of the task as it is now: of another budget, or other data, nothing can stay."""
+    if folder is None:
+        return None
     try:
         kept = json.loads((folder / f"{task.name}.json").read_text(encoding="utf-8"))
         same = kept["settings"] == json.loads(json.dumps(task.shown()))

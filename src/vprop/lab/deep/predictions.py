@@ -113,6 +113,19 @@ def of_labels(probs: Tensor, labels: Tensor) -> Tensor:
 
 # -- files, for ensembles --------------------------------------------------------------------------------------------
 
+_IN_FILES = {"averaged": "draws"}
+"""Kinds of predictions that files call otherwise, as they did before there were more than two."""
+
+
+def _in_files(kind: str) -> str:
+    return _IN_FILES.get(kind, kind)
+
+
+def holds(path: Path, kind: str) -> bool:
+    """Whether a file that was kept has predictions of this kind."""
+    with np.load(path) as file:
+        return any(key.startswith(f"{_in_files(kind)}.") for key in file.files)
+
 
 def save_images(path: Path, by_kind: Mapping[str, Mapping[str, Averaged]], y: Tensor) -> None:
     """By kind and set, log-probabilities in 16 bits, exact to 0.0005 of their size, and expected entropies."""
@@ -120,15 +133,16 @@ def save_images(path: Path, by_kind: Mapping[str, Mapping[str, Averaged]], y: Te
     for kind, sets in by_kind.items():
         for name, one in sets.items():
             logs = one.probs.clamp_min(1e-30).log()
-            arrays[f"{kind}.{name}.logs"] = logs.cpu().numpy().astype(np.float16)
-            arrays[f"{kind}.{name}.expected_entropy"] = one.expected_entropy.cpu().numpy().astype(np.float16)
+            arrays[f"{_in_files(kind)}.{name}.logs"] = logs.cpu().numpy().astype(np.float16)
+            arrays[f"{_in_files(kind)}.{name}.expected_entropy"] = one.expected_entropy.cpu().numpy().astype(np.float16)
     _write(path, arrays)
 
 
 def save_text(path: Path, by_kind: Mapping[str, Mapping[str, Averaged]], y: Tensor) -> None:
     """Of a text the log-probability of the characters that came, and of no others: they would be too many."""
     logs = {kind: of_labels(sets["test"].probs, y).log() for kind, sets in by_kind.items()}
-    _write(path, {f"{kind}.test.true": of_kind.cpu().numpy().astype(np.float32) for kind, of_kind in logs.items()})
+    arrays = {f"{_in_files(kind)}.test.true": one.cpu().numpy().astype(np.float32) for kind, one in logs.items()}
+    _write(path, arrays)
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -138,7 +152,8 @@ def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def load(path: Path, kind: str) -> tuple[dict[str, Averaged], Tensor]:
-    """What :func:`save_images` kept of this kind, and the labels; no sets if there is none of it."""
+    """What :func:`save_images` kept of this kind, and the labels."""
+    kind = _in_files(kind)
     with np.load(path) as file:
         names = [key.split(".")[1] for key in file.files if key.startswith(f"{kind}.") and key.endswith(".logs")]
         sets = {}
@@ -152,4 +167,4 @@ def load(path: Path, kind: str) -> tuple[dict[str, Averaged], Tensor]:
 def load_text(path: Path, kind: str) -> Tensor:
     """The probabilities that :func:`save_text` kept."""
     with np.load(path) as file:
-        return torch.from_numpy(file[f"{kind}.test.true"].astype(np.float64)).exp()
+        return torch.from_numpy(file[f"{_in_files(kind)}.test.true"].astype(np.float64)).exp()

@@ -58,8 +58,7 @@ class Bench:
         grid = contender.grid(task)
         if len(grid) < 2 or contender.kind == "laplace":
             return []
-        task = TASKS[task.tuned_on] if task.tuned_on else task
-        return [self.run(task, contender, setting, TUNING_SEED, "tuning") for setting in grid]
+        return [self.run(_tuned_as(task), contender, setting, TUNING_SEED, "tuning") for setting in grid]
 
     def to_be_tried(self, task: DeepTask, contender: DeepContender) -> list[DeepRun]:
         """The tuning runs whose outcome no file of results has."""
@@ -85,13 +84,11 @@ class Bench:
 
     def seeds_before(self, task: DeepTask, contender: DeepContender, choice: Chosen) -> set[int]:
         """Those of the contender's row in the file of results, if that is of the same setting."""
-        row = None if self.results is None else row_of(kept_in(self.results, task), contender)
+        row = row_of(kept_in(self.results, task), contender)
         return set(row["seeds"]) if row is not None and row["setting"] == choice.setting else set()
 
     def _tried_before(self, task: DeepTask, contender: DeepContender) -> dict[Key, dict[str, float]]:
-        if self.results is None:
-            return {}
-        of = TASKS[task.tuned_on] if task.tuned_on else task
+        of = _tuned_as(task)
         return tried_before(kept_in(self.results, of), contender, of)
 
     def cost(self, task: DeepTask, contender: DeepContender, setting: Setting) -> DeepCost:
@@ -102,6 +99,11 @@ class Bench:
         """By AdamW with the settings that are usual for such networks."""
         setting = (("lr", 1e-3), ("weight_decay", 0.1), ("beta2", 0.99))
         return Pretraining(task, "adamw", setting, how=self.how, data_dir=self.data_dir)
+
+
+def _tuned_as(task: DeepTask) -> DeepTask:
+    """The task that settings are tried on: another one, where this takes what was chosen there."""
+    return TASKS[task.tuned_on] if task.tuned_on else task
 
 
 def usual_kind(contender: DeepContender) -> str:

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vprop.lab.deep import groups
+from vprop.lab.deep import groups, predictions
 from vprop.lab.deep.contenders import BY_NAME, GROUPS, DeepContender, Group, Setting, taking_part
-from vprop.lab.deep.draws import MEAN, UNMASKED
+from vprop.lab.deep.draws import MEAN, OWN, UNMASKED
 from vprop.lab.deep.protocol import Bench, Chosen, usual_kind
 from vprop.lab.deep.run import DeepRun, predictions_path
 from vprop.lab.deep.tasks import TUNING_SEED, DeepTask
@@ -152,6 +152,8 @@ def _group_row(task: DeepTask, group: Group, bench: Bench, store: Store) -> Resu
         return None
     score = groups.of_images if task.of_images else groups.of_text
     kind = _predicts(contender, setting, bench.choice(task, contender)) if group.averaged else MEAN
+    if not all(predictions.holds(path, kind) for one in sets for path in one):
+        kind = OWN  # the only draws that older runs kept
     results = [score(one, kind) for one in sets]
     return {
         "name": group.name,
