@@ -107,6 +107,40 @@ def test_times_of_two_machines_are_never_compared():
     assert both["cost_of_adamw"] is None
 
 
+def test_settings_that_were_tried_since_are_written_down(tmp_path):
+    """Without any run with the one that is the best now, the row stays what it was, and says so."""
+    one, results = contenders.BY_NAME["vario"], tmp_path / "short-images.json"
+    (row,) = deep(tmp_path / "one", tmp_path, "--only", "vario", "--seeds", "0")["contenders"]
+    runs = Bench(How(tmp_path / "two")).tuning(IMAGES, one)
+    other = next(run for run in runs if dict(run.setting) != row["setting"])
+    for loss, tuned in ((9.0, True), (0.01, False)):
+        scores = {"averaged": {"nll": loss}, "running": {"nll": 10.0}}
+        write_json(tmp_path / "two" / "runs" / f"{other.key}.json", {"scores": scores})
+        assert command(tmp_path / "two", tmp_path, tasks="collect").exit_code == 0
+        (now,) = json.loads(results.read_text())["contenders"]
+        assert {"nll": loss, "predicts": "averaged", **dict(other.setting)} in now["grid"]
+        assert (now["tuned"], len(now["grid"])) == (tuned, len(row["grid"]))
+        same = set(row) - {"grid", "tuned"}
+        assert {name: now[name] for name in same} == {name: row[name] for name in same}
+    elsewhere = Bench(How(tmp_path / "three"), results=tmp_path)
+    assert elsewhere.choice(IMAGES, one).setting == dict(other.setting)
+    assert elsewhere.to_be_tried(IMAGES, one) == []
+
+
+def test_settings_that_are_not_offered_any_more_are_not_forgotten():
+    known = [{"lr": 0.1, "nll": 0.5, "predicts": "mean"}, {"lr": 0.3, "nll": 0.7, "predicts": "mean"}]
+    kept = result(row("sgd", grid=known, predicts="mean", tuned=True))
+    found = result(row("sgd", grid=[{"lr": 0.1, "nll": 0.5}, {"lr": 0.2, "nll": 0.4}]))
+    for _ in range(2):  # nor the next time
+        (now,) = with_kept_rows(found, {}, kept)["contenders"]
+        assert (now["grid"], now["left"]) == (found["contenders"][0]["grid"], known[1:])
+        kept = result(now | {"predicts": "mean", "tuned": True})
+    again = replace(contenders.BY_NAME["sgd"], grids={"resnet": ({"lr": 0.3}, {"lr": 0.1})})
+    assert tried_before(kept, again, IMAGES)[key_of({"lr": 0.3})] == {"mean": 0.7}
+    same = result(row("sgd", grid=known))
+    assert "left" not in with_kept_rows(same, {}, same)["contenders"][0]
+
+
 def test_without_runs_or_times_a_file_is_left_alone():
     kept = result(row("sgd"))
     assert with_kept_rows(None, {}, kept) is None

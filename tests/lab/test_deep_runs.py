@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -16,7 +17,8 @@ from vprop.lab.deep import contenders, results, table
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
 from vprop.lab.deep.gpt import CharacterGPT, adapt
 from vprop.lab.deep.pool import TimedPool
-from vprop.lab.deep.protocol import Bench, run_cost
+from vprop.lab.deep.protocol import Bench, run_cost, run_tasks
+from vprop.lab.deep.run import DeepRun
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
 from vprop.lab.deep.workloads import How
 from vprop.lab.engine.job import Job
@@ -278,6 +280,45 @@ def test_a_run_that_fails_stops_no_other(tmp_path, workers):
     assert "small-1 failed: RuntimeError: this one" in ours.console.file.getvalue()
 
 
+@dataclass(frozen=True)
+class Fragile(Job):
+    """Fails as a GPU does until a file is there; it says what process it runs in."""
+
+    note: str
+    dies: bool = False
+
+    def compute(self):
+        if not Path(self.note).exists():
+            Path(self.note).write_text(str(os.getpid()))
+            if self.dies:
+                os._exit(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"first": int(Path(self.note).read_text()), "second": os.getpid()}
+
+    @property
+    def key(self):
+        return f"fragile-{self.dies}"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_a_machine_did_to_a_run_happens_in_its_process_alone(tmp_path, dies):
+    """A process whose GPU failed fails whatever comes after, in no time: it would go through the whole list."""
+    ours = pool(tmp_path / "runs", workers=2)
+    done = ours.run_all("small", [Fragile(str(tmp_path / "note"), dies), Small(0), Small(1), Small(2)])
+    ours.close()
+    assert set(done) == {f"fragile-{dies}", "small-0", "small-1", "small-2"}
+    assert done[f"fragile-{dies}"]["first"] != done[f"fragile-{dies}"]["second"]
+    assert (ours.failures, "comes again" in ours.console.file.getvalue()) == ({}, True)
+
+
+def test_a_run_that_fails_by_itself_is_not_tried_again(tmp_path):
+    ours = pool(tmp_path, workers=2)
+    assert ours.run_all("small", [Small(0, fails=True)]) == {}
+    ours.close()
+    assert "comes again" not in ours.console.file.getvalue()
+    assert list(ours.failures) == ["small-0"]
+
+
 def test_what_was_kept_is_not_run_again(tmp_path):
     pool(tmp_path).run_all("small", [Small(0)])
     again = pool(tmp_path).run_all("small", [Small(0, fails=True)])
@@ -288,6 +329,40 @@ def test_no_run_is_begun_that_has_no_time(tmp_path):
     ours = pool(tmp_path, stop_at=time.time() - 1)
     assert ours.run_all("small", [Small(0)]) == {}
     assert ours.unfinished == ["small-0"]
+
+
+def test_seeds_wait_until_all_settings_were_tried(tmp_path, monkeypatch):
+    """The best of those that happened to be tried is not what was asked for, and seeds are most of the work."""
+    adamw, place = contenders.BY_NAME["adamw"], bench(tmp_path)
+    compute, bad, failed = DeepRun.compute, tuple(adamw.grid(IMAGES)[1].items()), []
+
+    def fails_once(run):
+        if run.setting == bad and run.contender == "adamw" and not failed:
+            failed.append(run)
+            raise RuntimeError("out of luck")
+        return compute(run)
+
+    monkeypatch.setattr(DeepRun, "compute", fails_once)
+    chosen = (contenders.BY_NAME["vario"], adamw)
+    for labels in ({"vario"}, {"vario", "adamw"}):
+        ours = pool(tmp_path / "runs")
+        run_tasks([IMAGES], chosen, (0,), ("tuning", "seeds"), place, ours)
+        waits = "short-images: AdamW waits for the settings that were not tried." in ours.console.file.getvalue()
+        assert waits == bool(ours.failures) == (labels == {"vario"})
+        assert {path.name.split("-")[1] for path in (tmp_path / "runs").rglob("final-*.json")} == labels
+
+
+def test_times_of_a_task_may_be_those_of_another_with_the_same_steps(tmp_path):
+    task, one, place = BY_NAME["cifar10-40"], contenders.BY_NAME["ivon"], bench(tmp_path)
+    elsewhere = place.cost(BY_NAME["cifar10"], one, one.grid(BY_NAME["cifar10"])[0])
+    Store(tmp_path / "runs").save(elsewhere.key, {"step_ms": 2.0, "seconds": 1.0})
+    assert elsewhere.key.startswith("cifar10/")
+    assert results.costs(task, place) == results.costs(BY_NAME["cifar10"], place) == {"ivon": {"step_ms": 2.0}}
+    assert results.costs(BY_NAME["cifar10-frn"], place) == {}
+    assert "timed_on" not in task.shown()
+    assert place.run(task, one, {"sigma": 0.01}, 0, "final").key == place.run(
+        replace(task, timed_on=None), one, {"sigma": 0.01}, 0, "final"
+    ).key  # fmt: skip
 
 
 @pytest.mark.parametrize(

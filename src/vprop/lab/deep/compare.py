@@ -20,7 +20,7 @@ from vprop.lab.deep.joined import with_kept_rows
 from vprop.lab.deep.kept import kept_in
 from vprop.lab.deep.pool import TimedPool
 from vprop.lab.deep.protocol import Bench, run_cost, run_tasks
-from vprop.lab.deep.results import collect, costs
+from vprop.lab.deep.results import choices, collect, costs
 from vprop.lab.deep.tasks import SHORT, TASKS, DeepTask
 from vprop.lab.deep.workloads import FAST, How
 from vprop.lab.engine.store import Store, require_writable, write_json
@@ -181,7 +181,8 @@ def write_results(request: DeepRequest, bench: Bench, console: Console) -> None:
     """The figures of every task that was asked for: of all runs that are kept, and else what the file has."""
     for task in request.tasks:
         path = request.results_folder / f"{task.name}.json"
-        result = with_kept_rows(collect(task, bench), costs(task, bench), kept_in(request.results_folder, task))
+        kept = kept_in(request.results_folder, task)
+        result = with_kept_rows(collect(task, bench), costs(task, bench), kept, choices(task, bench))
         if result is not None:
             write_json(path, {"command": f"vprop compare deep {task.name}"} | result, indent=1)
             console.print(f"Results: {path}", soft_wrap=True)

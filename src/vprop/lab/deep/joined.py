@@ -5,35 +5,59 @@ from __future__ import annotations
 from typing import Any
 
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS
+from vprop.lab.deep.kept import key_of, tried_settings
 from vprop.lab.deep.results import machine
 
 Result = dict[str, Any]
 
 
-def with_kept_rows(found: Result | None, costs: dict[str, Result], kept: Result | None) -> Result | None:
+def with_kept_rows(
+    found: Result | None, costs: dict[str, Result], kept: Result | None, choices: dict[str, Result] | None = None
+) -> Result | None:
     """``found``, and of contenders and groups without runs here the rows that the file had.
 
     ``costs`` are what was timed here, by contender; if there are any, those of the file go, for ratios are of times of
-    one machine.
+    one machine. ``choices`` are what was chosen here: rows of the file learn of settings that were tried since.
     """
-    if kept is None or (found is None and not costs):
+    if kept is None or (found is None and not costs and not choices):
         return found
     kept = kept | {"machines": kept.get("machines", [machine(kept["environment"])])}
     found = found or kept | {"contenders": [], "groups": []}
     known = {row["name"]: row for row in kept["contenders"]}
-    contenders = _joined(found["contenders"], kept["contenders"], [one.name for one in CONTENDERS])
     there = {row["name"] for row in found["contenders"]}
+    told = [_told(row, (choices or {}).get(row["name"])) for row in kept["contenders"]]
+    contenders = _joined(found["contenders"], told, [one.name for one in CONTENDERS])
     others = [row for row in kept["groups"] if row["of"] not in there]
     return found | {
         "machines": sorted({*found["machines"], *kept["machines"]}),
         "code": sorted({*found["code"], *kept["code"]}),
         "cost_of_adamw": costs.get("adamw") if costs else kept["cost_of_adamw"],
         "contenders": [
-            row | {"cost": costs.get(row["name"]) if costs else _cost(row, known.get(row["name"]))}
+            row
+            | {"cost": costs.get(row["name"]) if costs else _cost(row, known.get(row["name"]))}
+            | _left(row, known.get(row["name"]))
             for row in contenders
         ],
         "groups": _joined(found["groups"], others, [one.name for one in GROUPS]),
     }  # fmt: skip
+
+
+def _told(row: Result, choice: Result | None) -> Result:
+    """A row of the file with the settings that were tried here; it stays one of the setting that it was run with."""
+    if choice is None:
+        return row
+    if choice["setting"] != row["setting"]:
+        return row | {"grid": choice["grid"], "tuned": False}
+    return row | {name: choice[name] for name in ("grid", "tuned", "predicts")}
+
+
+def _left(row: Result, kept: Result | None) -> Result:
+    """Settings that were tried and are not offered any more: they were looked at, too."""
+    if kept is None or "grid" not in row:
+        return {}
+    offered = {key_of(one) for one in row["grid"]}
+    left = [one for one in tried_settings(kept) if one["nll"] is not None and key_of(one) not in offered]
+    return {"left": left} if left else {}
 
 
 def _joined(found: list[Result], kept: list[Result], order: list[str]) -> list[Result]:

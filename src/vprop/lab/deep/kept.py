@@ -39,12 +39,18 @@ def tried_before(kept: Result | None, contender: DeepContender, task: DeepTask) 
         return {}
     found: dict[Key, dict[str, float]] = {}
     is_known = key_of(row["setting"]) in {key_of(one) for one in contender.grid(task)}
-    for one in row["grid"]:
-        if one["nll"] is None and row["tuned"]:
+    for one in tried_settings(row):
+        loss: float | None = one["nll"]
+        if loss is None and row["tuned"]:
             found[key_of(one)] = {}
-        elif one["nll"] is not None and ("predicts" in one or is_known):
-            found[key_of(one)] = {one.get("predicts", row["predicts"]): one["nll"]}
+        elif loss is not None and ("predicts" in one or is_known):
+            found[key_of(one)] = {str(one.get("predicts", row["predicts"])): loss}
     return found
+
+
+def tried_settings(row: Result) -> list[Result]:
+    """Of a row, those that there were to choose from, and those that there had been before."""
+    return [*row["grid"], *row.get("left", [])]
 
 
 def row_of(kept: Result | None, contender: DeepContender) -> Result | None:

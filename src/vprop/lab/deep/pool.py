@@ -11,6 +11,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from vprop.lab.deep.run import OutOfTime
 from vprop.lab.engine.job import Job
 from vprop.lab.engine.pool import Pool, depend_on_the_parent, stop, submit
@@ -31,7 +33,8 @@ class TimedPool(Pool):
     unfinished: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Tracebacks by key."""
-    _executor: ProcessPoolExecutor | None = None
+    _processes: list[ProcessPoolExecutor] = field(default_factory=list)
+    """Each of one worker, so that one that dies takes no other with it."""
 
     def _run_waiting(self, title: str, waiting: dict[str, Job]) -> Results:
         self.console.print(f"{title}: {len(waiting)} to run.")
@@ -55,7 +58,7 @@ class TimedPool(Pool):
             self.unfinished.append(key)
             return {}
         self.failures[key] = "".join(traceback.format_exception(outcome))
-        text = f"  {key} failed: {type(outcome).__name__}: {str(outcome).splitlines()[0] if str(outcome) else ''}"
+        text = f"  {key} failed: {_said(outcome)}"
         self.console.print(text, style="red", soft_wrap=True, markup=False, highlight=False)
         return {}
 
@@ -67,43 +70,72 @@ class TimedPool(Pool):
                 yield key, error
 
     def _side_by_side(self, waiting: dict[str, Job]) -> Iterator[tuple[str, Any]]:
-        if self._executor is None:  # kept from one list of jobs to the next: a process takes seconds to start
-            self._executor = ProcessPoolExecutor(
-                max_workers=self.workers,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=depend_on_the_parent,
-            )
-        executor = self._executor
-        queue, running = list(waiting), dict[Future[dict[str, Any]], str]()
+        queue, tried_twice = list(waiting), set[str]()
+        while len(self._processes) < min(self.workers, len(queue)):  # kept for the next jobs: a start takes seconds
+            self._processes.append(_process())
+        free, running = list(self._processes), dict[Future[dict[str, Any]], tuple[str, ProcessPoolExecutor]]()
         try:
             while queue or running:
-                while queue and len(running) < self.workers:
+                while queue and free:
                     key = queue.pop(0)
                     if self._has_time:
-                        running[submit(executor, waiting[key])] = key
+                        process = free.pop(0)
+                        running[submit(process, waiting[key])] = key, process
                     else:
                         yield key, None
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    key, error = running.pop(future), future.exception()
-                    if isinstance(error, BrokenProcessPool):  # a worker died, and the others cannot go on
-                        self._executor = None
-                        yield from ((left, error) for left in (key, *running.values(), *queue))
-                        return
-                    yield key, future.result() if error is None else error
+                    key, process = running.pop(future)
+                    error = future.exception()
+                    free.append(process if error is None or isinstance(error, OutOfTime) else self._replaced(process))
+                    if is_of_the_machine(error) and key not in tried_twice:
+                        tried_twice.add(key)
+                        queue.append(key)
+                        text = f"  {key} comes again: {_said(error)}"
+                        self.console.print(text, style="yellow", soft_wrap=True, markup=False, highlight=False)
+                    else:
+                        yield key, future.result() if error is None else error
         except BaseException:
-            self._executor = None
-            stop(executor)
+            for process in self._processes:
+                stop(process)
+            self._processes.clear()
             raise
+
+    def _replaced(self, process: ProcessPoolExecutor) -> ProcessPoolExecutor:
+        """A new one: after an error of a GPU a process has no other answer, and would fail all jobs that are left."""
+        process.shutdown(wait=False)
+        self._processes.remove(process)
+        self._processes.append(_process())
+        return self._processes[-1]
 
     def close(self) -> None:
         """End the processes."""
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
+        for process in self._processes:
+            process.shutdown()
+        self._processes.clear()
 
     @property
     def _has_time(self) -> bool:
         return self.stop_at is None or time.time() < self.stop_at
+
+
+def _process() -> ProcessPoolExecutor:
+    """A worker, which is started with its first job."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=depend_on_the_parent)
+
+
+def is_of_the_machine(error: BaseException | None) -> bool:
+    """Whether a job that failed may do better by itself: a device was full or not to be had, or its process was ended.
+
+    >>> is_of_the_machine(torch.OutOfMemoryError("CUDA out of memory")), is_of_the_machine(ValueError("no"))
+    (True, False)
+    """
+    return isinstance(error, BrokenProcessPool | torch.AcceleratorError | torch.OutOfMemoryError)
+
+
+def _said(error: BaseException | None) -> str:
+    """Its name and its first line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _summary(outcome: dict[str, Any]) -> str:

@@ -93,7 +93,13 @@ class Bench:
 
     def cost(self, task: DeepTask, contender: DeepContender, setting: Setting) -> DeepCost:
         """What a step of this setting takes: with dropout it takes longer."""
-        return DeepCost(task, contender.name, _items(setting), how=self.how, data_dir=self.data_dir)
+        timed = _timed_as(task)
+        return DeepCost(timed, contender.name, _items(setting), how=self.how, data_dir=self.data_dir)
+
+    def costs(self, task: DeepTask, contender: DeepContender) -> list[DeepCost]:
+        """Where a cost may be found: at the chosen setting, else as it was measured at another."""
+        settings = (self.choice(task, contender).setting, *contender.grid(task), *contender.grid(_timed_as(task)))
+        return [self.cost(task, contender, setting) for setting in settings]
 
     def pretraining(self, task: DeepTask) -> Pretraining:
         """By AdamW with the settings that are usual for such networks."""
@@ -104,6 +110,11 @@ class Bench:
 def _tuned_as(task: DeepTask) -> DeepTask:
     """The task that settings are tried on: another one, where this takes what was chosen there."""
     return TASKS[task.tuned_on] if task.tuned_on else task
+
+
+def _timed_as(task: DeepTask) -> DeepTask:
+    """The task that steps are timed on."""
+    return TASKS[task.timed_on] if task.timed_on else task
 
 
 def usual_kind(contender: DeepContender) -> str:
@@ -144,6 +155,7 @@ def run_tasks(
     title = ready[0].name if len(ready) == 1 else f"{len(ready)} tasks"
     if "tuning" in stages:
         pool.run_all(f"{title}: settings", [run for task, one in pairs for run in bench.to_be_tried(task, one)])
+        pairs = _with_a_choice(pairs, bench, pool)
     if "seeds" not in stages:
         return
     for is_laplace in (False, True):  # the second are made from weights of the first
@@ -156,6 +168,20 @@ def run_tasks(
             pool.run_all(f"{title}: seeds", jobs)
         elif missing and not is_laplace:
             pool.console.print(f"{title}: no training is missing.")
+
+
+def _with_a_choice(
+    pairs: list[tuple[DeepTask, DeepContender]], bench: Bench, pool: Pool
+) -> list[tuple[DeepTask, DeepContender]]:
+    """Without those whose settings were not all tried, as runs failed or there was no time: seeds cost the most."""
+    chosen = []
+    for task, one in pairs:
+        if bench.choice(task, one).complete and (not one.of or bench.choice(task, BY_NAME[one.of]).complete):
+            chosen.append((task, one))
+        else:
+            text = f"{task.name}: {one.label} waits for the settings that were not tried."
+            pool.console.print(text, style="yellow", soft_wrap=True, markup=False, highlight=False)
+    return chosen
 
 
 def _is_ready(task: DeepTask, bench: Bench, pool: Pool) -> bool:

@@ -71,10 +71,7 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
         "setting": setting,
         "tuned": choice.complete and setting == choice.setting,
         "predicts": _predicts(contender, setting, choice),
-        "grid": [
-            {**one, "nll": loss} | ({} if kind is None else {"predicts": kind})
-            for one, loss, kind in zip(contender.grid(task), choice.losses, choice.kinds, strict=True)
-        ],
+        "grid": _with_losses(contender.grid(task), choice),
         "seeds": [run.seed for run, _ in runs],
         "steps": results[0]["steps"],
         "gradients": results[0]["steps"] * contender.gradients,
@@ -94,6 +91,26 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
     }  # fmt: skip
 
 
+def _with_losses(grid: Sequence[Setting], choice: Chosen) -> list[Result]:
+    """The settings that there were to choose from, as far as they were tried with their losses on held-out data."""
+    return [
+        {**one, "nll": loss} | ({} if kind is None else {"predicts": kind})
+        for one, loss, kind in zip(grid, choice.losses, choice.kinds, strict=True)
+    ]
+
+
+def choices(task: DeepTask, bench: Bench) -> dict[str, Result]:
+    """By contender, what a row says of its choice: of those that tried settings here, also without any other run."""
+    store = Store(bench.how.out / "runs")
+    found = {}
+    for one in taking_part(task):
+        if any(store.load(run.key) is not None for run in bench.tuning(task, one)):
+            choice = bench.choice(task, one)
+            chosen = {"setting": choice.setting, "tuned": choice.complete, "predicts": choice.kind}
+            found[one.name] = chosen | {"grid": _with_losses(one.grid(task), choice)}
+    return found
+
+
 def _is_one_network(contender: DeepContender, setting: Setting) -> bool:
     """Dropout that was chosen not to be used: all masks are the same, and so are all predictions."""
     return contender.kind == "dropout" and not setting.get("dropout")
@@ -107,11 +124,10 @@ def _predicts(contender: DeepContender, setting: Setting, choice: Chosen) -> str
 
 
 def _cost(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -> Result | None:
-    """At the chosen setting, else as it was measured at another; ``None`` where it was not, or nothing is trained."""
+    """``None`` where it was not measured, or nothing is trained."""
     if contender.make is None or not contender.grid(task):
         return None
-    settings = (bench.choice(task, contender).setting, *contender.grid(task))
-    kept = (store.load(bench.cost(task, contender, setting).key) for setting in settings)
+    kept = (store.load(job.key) for job in bench.costs(task, contender))
     found = next((one for one in kept if one is not None), None)
     return None if found is None else {k: v for k, v in found.items() if k not in ("job", "environment", "seconds")}
 

@@ -67,8 +67,8 @@ class DeepJob(Job):
     @property
     def key(self) -> str:
         """Readable, with a short hash of all that was asked for."""
-        # the title is what people read; where the setting was chosen does not change what comes of it
-        task = {k: v for k, v in self.identity["task"].items() if k not in ("title", "tuned_on")}
+        # the title is what people read; where the setting was chosen, or timed, does not change what comes of it
+        task = {k: v for k, v in self.identity["task"].items() if k not in ("title", "tuned_on", "timed_on")}
         asked = self.identity | {"task": task}
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.task.name}/{self.label}-{digest}"

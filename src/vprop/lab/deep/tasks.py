@@ -35,6 +35,8 @@ class DeepTask:
     """How long a tuning run is, as a share of the others: short where the best setting does not depend on it much."""
     tuned_on: str | None = None
     """Another task whose chosen settings are taken."""
+    timed_on: str | None = None
+    """Another task whose times are shown, since its steps are the same."""
     validation_share: float = 0.1
     """Of the training data, the last part: what settings are judged on. Tuning runs train on the rest alone."""
     samples: int = 64
@@ -69,7 +71,7 @@ class DeepTask:
     def shown(self) -> dict[str, Any]:
         """For a file of results: what is not the default."""
         default = asdict(DeepTask("", "", "resnet", ""))
-        return {name: value for name, value in asdict(self).items() if value != default[name]}
+        return {name: value for name, value in asdict(self).items() if value != default[name] and name != "timed_on"}
 
 
 _CIFAR = DeepTask(
@@ -89,10 +91,10 @@ _LONGER = 3260
 
 TASKS = (
     replace(_CIFAR, name="cifar10", title="CIFAR-10, ResNet-20, 100 epochs", epochs=100),
-    _CIFAR,
+    replace(_CIFAR, timed_on="cifar10"),
     replace(
         _CIFAR, name="cifar10-noise", title="CIFAR-10 with 10 % wrong labels, ResNet-20, 40 epochs", label_noise=0.1,
-        tuned_on="cifar10-40",
+        tuned_on="cifar10-40", timed_on="cifar10",
     ),
     replace(
         _CIFAR, name="cifar10-frn", title="CIFAR-10, ResNet-20 with FilterResponseNorm, 40 epochs", norm="frn",
@@ -100,7 +102,7 @@ TASKS = (
     ),
     replace(
         _CIFAR, name="cifar10-5k", title="5,000 images of CIFAR-10, ResNet-20, 200 epochs", data="cifar10_subset",
-        epochs=200, tuning_share=1.0, validation_share=0.2,
+        epochs=200, timed_on="cifar10", tuning_share=1.0, validation_share=0.2,
     ),
     # What two cores can do, with --fast bfloat16: the first in minutes a run, the second in an hour.
     replace(
