@@ -67,5 +67,8 @@ def _joined(found: list[Result], kept: list[Result], order: list[str]) -> list[R
 
 
 def _cost(row: Result, kept: Result | None) -> Result | None:
-    """What the file has for this setting."""
-    return kept["cost"] if kept is not None and kept["setting"] == row["setting"] else None
+    """What the file has for a setting that takes the same steps: of the same names, and with dropout or without."""
+    if kept is None or row["setting"].keys() != kept["setting"].keys():
+        return None
+    with_masks = [bool(one["setting"].get("dropout")) for one in (row, kept)]
+    return kept["cost"] if with_masks[0] == with_masks[1] else None
