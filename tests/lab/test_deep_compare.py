@@ -129,6 +129,21 @@ def test_the_caption_names_all_machines(finished):
     assert ", NVIDIA H200." in table.caption(older)
 
 
+def test_the_caption_says_who_has_other_seeds(finished):
+    result = result_of(finished, IMAGES)
+    assert "seeds 0–2. " in table.caption(result)
+    first, *others = result["contenders"]
+    mixed = result | {"contenders": [first | {"seeds": [0, 1, 2, 3, 4]}, *others]}
+    assert f"seeds 0–2 ({first['label']}: 0–4). " in table.caption(mixed)
+
+
+def test_the_summary_says_what_was_not_tuned(finished):
+    result = result_of(finished, IMAGES)
+    tuned = result | {"contenders": [row | {"tuned": True} for row in result["contenders"]]}
+    assert table.summary([result]).count("(not tuned)") == 3
+    assert "(not tuned)" not in table.summary([tuned])
+
+
 def test_a_page_is_made_of_results_alone(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(DeepRun, "compute", lambda self: pytest.fail("trained"))
     place = tmp_path / "deep.md"

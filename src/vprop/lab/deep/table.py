@@ -20,13 +20,13 @@ Row = dict[str, Any]
 def caption(result: Row) -> str:
     """How the figures were made, in a few sentences."""
     settings, where = result["settings"], result["environment"]
-    seeds = sorted({seed for row in result["contenders"] for seed in row["seeds"]})
     batch = settings.get("batch", 128)
     if "epochs" in settings:
         budget = f"{settings['epochs']} epochs of batches of {batch}"
     else:
         budget = f"{settings['steps']:,} steps of {batch} pieces of {settings.get('length', 256)} characters"
-    text = f"{budget}, {settings.get('samples', 64)} draws of the weights in a prediction, seeds {_listed(seeds)}. "
+    draws, seeds = settings.get("samples", 64), _seeds_of(result["contenders"])
+    text = f"{budget}, {draws} draws of the weights in a prediction, {seeds}. "
     text += f"Mean ± standard deviation over seeds. vprop {where['vprop']}, torch {where['torch']}"
     machines = result.get("machines", [machine(where)])  # older results name that of one run
     text += f", {' and '.join(machines)}."
@@ -68,7 +68,7 @@ def _best_of(rows: list[Row]) -> str:
         return NOTHING
     best = min(usable, key=lambda row: own_scores(row)["nll"]["mean"])
     means = {name: value["mean"] for name, value in own_scores(best).items()}
-    return f"{best['label']}: {100 * means['accuracy']:.2f} / {means['nll']:.4f} / {means['ece']:.4f}"
+    return f"{best['label']}: {100 * means['accuracy']:.2f} / {means['nll']:.4f} / {means['ece']:.4f}{_not_tuned(best)}"
 
 
 def scores_table(result: Row) -> str:
@@ -190,8 +190,22 @@ def _value(value: Row | None, factor: float = 1.0, digits: int = 4) -> str:
 
 
 def _setting(row: Row) -> str:
-    words = ", ".join(f"{name} {value:g}" for name, value in row["setting"].items())
-    return words if row["tuned"] or len(row["grid"]) < 2 else f"{words} (not tuned)"
+    return ", ".join(f"{name} {value:g}" for name, value in row["setting"].items()) + _not_tuned(row)
+
+
+def _not_tuned(row: Row) -> str:
+    """A word on a setting that was not chosen from all."""
+    return "" if row["tuned"] or len(row["grid"]) < 2 else " (not tuned)"
+
+
+def _seeds_of(rows: list[Row]) -> str:
+    """Those that most rows have, and who has others."""
+    labels: dict[tuple[int, ...], list[str]] = {}
+    for row in rows:
+        labels.setdefault(tuple(row["seeds"]), []).append(row["label"])
+    usual = max(labels, key=lambda seeds: len(labels[seeds]))
+    others = [f"{', '.join(who)}: {_listed(list(seeds))}" for seeds, who in labels.items() if seeds != usual]
+    return f"seeds {_listed(list(usual))}" + (f" ({'; '.join(others)})" if others else "")
 
 
 def _listed(seeds: list[int]) -> str:
