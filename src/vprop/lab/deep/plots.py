@@ -40,9 +40,12 @@ def _scores(result: Row, path: Path) -> Path:
         if x["mean"] > limit:
             axes.plot([], [], " ", label=f"{name}: NLL {x['mean']:.2f}, not drawn")
             continue
-        marker, spread = "s" if "members" in row else "o", (x["std"] or 0, 100 * (y["std"] or 0))
+        marker, spread = (
+            "s" if "members" in row else "o",
+            [one["std"] and one["std"] * by for one, by in ((y, 100), (x, 1))],
+        )
         look = {"fmt": marker, "color": color, "capsize": 2, "elinewidth": 0.8, "markersize": 5}
-        axes.errorbar(x["mean"], 100 * y["mean"], spread[1], spread[0], label=name, **look)  # type: ignore[arg-type]
+        axes.errorbar(x["mean"], 100 * y["mean"], *spread, label=name, **look)  # type: ignore[arg-type]
         place, text = (x["mean"], 100 * y["mean"]), name if few else str(number)
         axes.annotate(text, place, (6, 5), textcoords="offset points", fontsize=8, color=color)
     title = result["title"] if few else textwrap.fill(result["title"], 44)  # the list of names is beside it
