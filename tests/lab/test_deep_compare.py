@@ -308,7 +308,7 @@ def test_groups_have_no_member_twice(finished, monkeypatch):
 def test_a_mixture_predicts_in_the_way_that_was_chosen_for_its_members(finished, monkeypatch, kind):
     one = contenders.BY_NAME["vario"]
     place, setting = bench(finished), one.grid(IMAGES)[0]
-    monkeypatch.setattr(Bench, "choice", lambda *_: Chosen(setting, (None, None), (None, None), True, kind))
+    monkeypatch.setattr(Bench, "choice", lambda *_: Chosen(setting, (None, None), (None, None), (True, True), kind))
     group = next(group for group in GROUPS if group.name == "mixture-3-vario")
     row = results._group_row(IMAGES, group, place, Store(finished / "runs"))
     runs = [place.run(IMAGES, one, setting, seed, "final") for seed in (0, 1, 2)]
@@ -334,7 +334,9 @@ def test_predictions_of_before_still_make_groups(finished, monkeypatch, tmp_path
         target.parent.mkdir(parents=True, exist_ok=True)
         np.savez(target, **older)
     monkeypatch.setattr(results, "predictions_path", lambda run: tmp_path / predictions_path(run).relative_to(finished))
-    monkeypatch.setattr(Bench, "choice", lambda *_: Chosen(setting, (None, None), (None, None), True, "running"))
+    monkeypatch.setattr(
+        Bench, "choice", lambda *_: Chosen(setting, (None, None), (None, None), (True, True), "running")
+    )
     row = results._group_row(IMAGES, group, place, Store(finished / "runs"))
     assert row["predicts"] == "averaged"
     probs = torch.stack([predictions.load(path, "averaged")[0]["test"].probs for path in paths]).mean(0)

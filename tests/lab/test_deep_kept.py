@@ -14,6 +14,7 @@ from vprop.lab.deep import contenders, table
 from vprop.lab.deep.joined import with_kept_rows
 from vprop.lab.deep.kept import kept_in, key_of, tried_before
 from vprop.lab.deep.protocol import Bench
+from vprop.lab.deep.results import choices
 from vprop.lab.deep.tasks import BY_NAME, SHORT
 from vprop.lab.deep.workloads import How
 from vprop.lab.engine.store import write_json
@@ -137,8 +138,58 @@ def test_settings_that_are_not_offered_any_more_are_not_forgotten():
         kept = result(now | {"predicts": "mean", "tuned": True})
     again = replace(contenders.BY_NAME["sgd"], grids={"resnet": ({"lr": 0.3}, {"lr": 0.1})})
     assert tried_before(kept, again, IMAGES)[key_of({"lr": 0.3})] == {"mean": 0.7}
-    same = result(row("sgd", grid=known))
-    assert "left" not in with_kept_rows(same, {}, same)["contenders"][0]
+    anew = [{"lr": 0.3, "nll": 0.6, "predicts": "mean"}, {"lr": 0.1, "nll": 0.5, "predicts": "mean"}]
+    (now,) = with_kept_rows(result(row("sgd", grid=anew, predicts="mean", tuned=True)), {}, kept)["contenders"]
+    assert [one["lr"] for one in now["left"]] == [0.2]
+    assert tried_before(result(now), again, IMAGES)[key_of({"lr": 0.3})] == {"mean": 0.6}
+    same = result(row("sgd", grid=anew))
+    assert "left" not in with_kept_rows(result(now), {}, same)["contenders"][0]
+
+
+def test_a_loss_that_leaves_takes_its_kind_of_predictions_along():
+    """Old files say it once, for all; the row that comes next may predict in another way."""
+    kept = result(row("ivon", grid=[{"sigma": 0.1, "nll": 0.5}, {"sigma": 0.2, "nll": 0.7}], predicts="running"))
+    found = result(
+        row("ivon", grid=[{"sigma": 0.1, "nll": 0.4, "predicts": "averaged"}], predicts="averaged", tuned=True)
+    )
+    (now,) = with_kept_rows(found, {}, kept)["contenders"]
+    assert now["left"] == [{"sigma": 0.2, "nll": 0.7, "predicts": "running"}]
+    back = replace(contenders.BY_NAME["ivon"], grids={"resnet": ({"sigma": 0.1}, {"sigma": 0.2})})
+    assert tried_before(result(now), back, IMAGES)[key_of({"sigma": 0.2})] == {"running": 0.7}
+
+
+def test_a_row_learns_no_way_to_predict_that_it_has_no_scores_of():
+    kept = result(row("vario", grid=[{"lr": 0.1, "nll": None}], predicts="mean", tuned=False, scores={"mean": {}}))
+    grid = [{"lr": 0.1, "nll": 0.4, "predicts": "averaged"}]
+    choice = {"setting": {"lr": 0.1}, "tuned": True, "predicts": "averaged", "grid": grid}
+    (now,) = with_kept_rows(None, {}, kept, {"vario": choice})["contenders"]
+    assert (now["grid"], now["tuned"], now["predicts"]) == (grid, True, "mean")
+
+
+def test_a_network_without_the_dropout_that_it_chose_not_to_have_is_drawn(tmp_path):
+    """One that is tuned where its seeds are not: its row says how one network predicts."""
+    task, one = replace(SHORT[1], name="gpt-books"), contenders.BY_NAME["adamw-dropout"]
+    place = Bench(How(tmp_path))
+    for run in place.tuning(task, one):
+        loss = 1.0 + dict(run.setting)["dropout"]
+        scores = {"mean": {"nll": loss}, "averaged": {"nll": loss}}
+        write_json(tmp_path / "runs" / f"{run.key}.json", {"scores": scores})
+    chosen = choices(task, place)["adamw-dropout"]
+    assert (chosen["setting"]["dropout"], chosen["predicts"]) == (0.0, "mean")
+
+
+def test_a_setting_that_diverged_is_known_also_where_it_was_not_the_row_s_own(tmp_path):
+    one, results = contenders.BY_NAME["vario"], tmp_path / "short-images.json"
+    (row,) = deep(tmp_path / "one", tmp_path, "--only", "vario", "--usual", "--seeds", "0")["contenders"]
+    runs = Bench(How(tmp_path / "two")).tuning(IMAGES, one)
+    for run in runs:
+        loss = None if dict(run.setting) == row["setting"] else 0.01
+        write_json(tmp_path / "two" / "runs" / f"{run.key}.json", {"scores": {"averaged": {"nll": loss}}})
+    assert command(tmp_path / "two", tmp_path, tasks="collect").exit_code == 0
+    (now,) = json.loads(results.read_text())["contenders"]
+    assert (now["tuned"], [one.get("diverged", False) for one in now["grid"]].count(True)) == (False, 1)
+    elsewhere = Bench(How(tmp_path / "three"), results=tmp_path)
+    assert (elsewhere.to_be_tried(IMAGES, one), elsewhere.choice(IMAGES, one).complete) == ([], True)
 
 
 def test_without_runs_or_times_a_file_is_left_alone():
@@ -236,7 +287,9 @@ def test_a_loss_has_the_kind_of_predictions_that_it_is_of(tmp_path):
     tried = [dict(key_of(setting)) for setting in row["grid"]]
     rest = tuple(setting for setting in tried if setting != row["setting"])
     without = replace(one, grids={"resnet": rest})
-    assert tried_before(kept_with("ivon"), without, task) == {}
+    old = [{name: value for name, value in setting.items() if name != "predicts"} for setting in row["grid"]]
+    assert tried_before(kept_with("ivon", grid=old, left=[]), without, task) == {}
+    assert set(tried_before(kept_with("ivon", grid=old, left=[]), one, task)) == {key_of(setting) for setting in old}
     said = [setting | {"predicts": "running"} for setting in row["grid"]]
     write_json(tmp_path / "cifar10.json", kept_with("ivon", grid=said))
     choice = Bench(How(tmp_path), results=tmp_path).choice(task, without)

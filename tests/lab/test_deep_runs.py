@@ -16,9 +16,9 @@ from rich.console import Console
 from vprop.lab.deep import contenders, results, table
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
 from vprop.lab.deep.gpt import CharacterGPT, adapt
-from vprop.lab.deep.pool import TimedPool
-from vprop.lab.deep.protocol import Bench, run_cost, run_tasks
-from vprop.lab.deep.run import DeepRun
+from vprop.lab.deep.pool import MOST_TRIES, TimedPool
+from vprop.lab.deep.protocol import Bench, _make_weights, run_cost, run_tasks
+from vprop.lab.deep.run import DeepRun, weights_path
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
 from vprop.lab.deep.workloads import How
 from vprop.lab.engine.job import Job
@@ -39,6 +39,12 @@ def test_names_are_unique_and_known():
     assert len({task.name for task in (*TASKS, *SHORT)}) == len(BY_NAME)
     assert len({one.name for one in (*CONTENDERS, *GROUPS)}) == len(CONTENDERS) + len(GROUPS)
     assert all(task.tuned_on is None or task.tuned_on in BY_NAME for task in TASKS)
+    timed = [(task, BY_NAME[task.timed_on]) for task in TASKS if task.timed_on]
+    assert all(other.timed_on is None for _, other in timed)
+    assert all(task.data == other.data and task.norm == other.norm for task, other in timed)
+    assert all(
+        (task.family, task.batch, task.width) == (other.family, other.batch, other.width) for task, other in timed
+    )
     assert all(group.of in contenders.BY_NAME for group in GROUPS)
     assert all(one.of in contenders.BY_NAME for one in CONTENDERS if one.of)
 
@@ -281,34 +287,80 @@ def test_a_run_that_fails_stops_no_other(tmp_path, workers):
 
 
 @dataclass(frozen=True)
-class Fragile(Job):
-    """Fails as a GPU does until a file is there; it says what process it runs in."""
+class Refused(Job):
+    """As by a GPU: so many times, or its process ends; it says which processes it was in."""
 
-    note: str
+    notes: str
+    times: int
     dies: bool = False
 
     def compute(self):
-        if not Path(self.note).exists():
-            Path(self.note).write_text(str(os.getpid()))
+        notes = Path(self.notes)
+        notes.mkdir(exist_ok=True)
+        before = [int(one.read_text()) for one in sorted(notes.iterdir())]
+        (notes / str(len(before))).write_text(str(os.getpid()))
+        if len(before) < self.times:
             if self.dies:
                 os._exit(1)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return {"first": int(Path(self.note).read_text()), "second": os.getpid()}
+        return {"processes": [*before, os.getpid()]}
 
     @property
     def key(self):
-        return f"fragile-{self.dies}"
+        return "refused"
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_what_a_machine_did_to_a_run_happens_in_its_process_alone(tmp_path, dies):
+def test_what_a_gpu_did_to_a_run_happens_in_its_process_alone(tmp_path, monkeypatch, dies):
     """A process whose GPU failed fails whatever comes after, in no time: it would go through the whole list."""
+    monkeypatch.setattr("vprop.lab.deep.pool.PAUSE", 0.0)
     ours = pool(tmp_path / "runs", workers=2)
-    done = ours.run_all("small", [Fragile(str(tmp_path / "note"), dies), Small(0), Small(1), Small(2)])
+    done = ours.run_all("one", [Refused(str(tmp_path / "notes"), 1, dies)])  # one job, and so one process
+    first, second = done["refused"]["processes"]
+    assert first != second
+    assert (ours.failures, ours.console.file.getvalue().count("comes again")) == ({}, 1)
+    assert set(ours.run_all("others", [Small(0), Small(1)])) == {"small-0", "small-1"}
     ours.close()
-    assert set(done) == {f"fragile-{dies}", "small-0", "small-1", "small-2"}
-    assert done[f"fragile-{dies}"]["first"] != done[f"fragile-{dies}"]["second"]
-    assert (ours.failures, "comes again" in ours.console.file.getvalue()) == ({}, True)
+
+
+def test_a_run_that_is_always_refused_fails_in_the_end(tmp_path, monkeypatch):
+    assert MOST_TRIES > 2
+    monkeypatch.setattr("vprop.lab.deep.pool.MOST_TRIES", 2)
+    monkeypatch.setattr("vprop.lab.deep.pool.PAUSE", 0.0)
+    ours = pool(tmp_path / "runs", workers=2)
+    assert ours.run_all("one", [Refused(str(tmp_path / "notes"), 99)]) == {}
+    ours.close()
+    assert list(ours.failures) == ["refused"]
+    assert len(list((tmp_path / "notes").iterdir())) == 2
+
+
+def test_a_refused_run_comes_again_when_there_is_room(tmp_path, monkeypatch):
+    """As soon as another is over; it does not use up its tries while the GPU is as full as it was."""
+    monkeypatch.setattr("vprop.lab.deep.pool.PAUSE", 1e9)
+    ours = pool(tmp_path / "runs", workers=2)
+    done = ours.run_all("some", [Refused(str(tmp_path / "notes"), 1), Small(0), Small(1)])
+    ours.close()
+    assert len(done) == 3
+
+
+def test_a_refused_run_is_left_over_when_there_is_no_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("vprop.lab.deep.pool.PAUSE", 0.0)
+    ours = pool(tmp_path / "runs", workers=2, stop_at=time.time() + 1e6)
+    monkeypatch.setattr(ours, "_replaced", lambda process: setattr(ours, "stop_at", 0.0) or process)
+    assert ours.run_all("one", [Refused(str(tmp_path / "notes"), 1)]) == {}
+    ours.close()
+    assert (ours.unfinished, ours.failures) == (["refused"], {})
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a process is killed by a signal here")
+def test_a_process_that_died_with_nothing_to_do_is_replaced(tmp_path):
+    ours = pool(tmp_path, workers=2)
+    ours.run_all("first", [Small(0), Small(1)])
+    (victim,) = ours._processes[0]._processes.values()
+    victim.kill()
+    victim.join()
+    assert set(ours.run_all("second", [Small(2), Small(3)])) == {"small-2", "small-3"}
+    ours.close()
 
 
 def test_a_run_that_fails_by_itself_is_not_tried_again(tmp_path):
@@ -347,9 +399,55 @@ def test_seeds_wait_until_all_settings_were_tried(tmp_path, monkeypatch):
     for labels in ({"vario"}, {"vario", "adamw"}):
         ours = pool(tmp_path / "runs")
         run_tasks([IMAGES], chosen, (0,), ("tuning", "seeds"), place, ours)
-        waits = "short-images: AdamW waits for the settings that were not tried." in ours.console.file.getvalue()
+        waits = (
+            "short-images: AdamW waits for the settings that were not tried. --usual" in ours.console.file.getvalue()
+        )
         assert waits == bool(ours.failures) == (labels == {"vario"})
         assert {path.name.split("-")[1] for path in (tmp_path / "runs").rglob("final-*.json")} == labels
+
+
+def test_a_contender_with_one_setting_has_a_row_and_is_tuned(tmp_path):
+    one, place = contenders.BY_NAME["sgd-cycles"], bench(tmp_path)
+    (setting,) = one.grid(IMAGES)
+    run = place.run(IMAGES, one, setting, 0, "final")
+    Store(tmp_path / "runs").save(run.key, run.execute())
+    (row,) = results.collect(IMAGES, place)["contenders"]
+    assert (row["tuned"], row["grid"]) == (True, [{**setting, "nll": None}])
+    ours = pool(tmp_path / "runs")
+    run_tasks([IMAGES], (one,), (0,), ("tuning", "seeds"), place, ours)
+    assert "waits" not in ours.console.file.getvalue()
+
+
+def test_networks_for_laplace_are_trained_where_their_weights_are_not(tmp_path):
+    """A file of results has the figures of SGD, but not its weights."""
+    sgd, laplace, place = contenders.BY_NAME["sgd"], contenders.BY_NAME["laplace-last"], bench(tmp_path)
+    jobs = [place.run(IMAGES, laplace, laplace.grid(IMAGES)[0], seed, "final") for seed in (0, 1, 2)]
+    done = place.run(IMAGES, sgd, sgd.grid(IMAGES)[0], 0, "final")
+    figures = place.run(IMAGES, sgd, sgd.grid(IMAGES)[0], 1, "final")
+    store = Store(tmp_path / "runs")
+    store.save(done.key, done.execute())
+    before = weights_path(done).stat().st_mtime_ns
+    store.save(figures.key, {"seconds": 1.0})
+    store.save(jobs[2].key, {"seconds": 1.0})  # it is there already
+    _make_weights(jobs, "images", pool(tmp_path / "runs"))
+    made = {path.stem.split("-")[-2] for path in (tmp_path / "weights").rglob("*.pt")}
+    assert (made, weights_path(done).stat().st_mtime_ns) == ({"seed0", "seed1"}, before)
+    assert "scores" in store.load(figures.key)
+
+
+def test_the_key_of_what_is_made_around_a_run_is_of_what_decides_it_alone(tmp_path):
+    task, laplace = BY_NAME["cifar10-40"], contenders.BY_NAME["laplace-last"]
+    keys = {
+        Bench(how, data).run(asked, laplace, {"diagonal": 0}, 0, "final").key
+        for how in (How(tmp_path), How(tmp_path / "other", stop_at=1.0, fast=("compile",)))
+        for data in (None, tmp_path)
+        for asked in (task, replace(task, timed_on=None, title="Another"))
+    }
+    others = {
+        Bench(How(tmp_path)).run(asked, laplace, {"diagonal": 0}, seed, "final").key
+        for asked, seed in ((task, 1), (replace(task, epochs=3), 0))
+    }
+    assert (len(keys), len(others), len(keys | others)) == (1, 2, 3)
 
 
 def test_times_of_a_task_may_be_those_of_another_with_the_same_steps(tmp_path):

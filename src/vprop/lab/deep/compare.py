@@ -19,7 +19,7 @@ from vprop.lab.deep.data import prepare
 from vprop.lab.deep.joined import with_kept_rows
 from vprop.lab.deep.kept import kept_in
 from vprop.lab.deep.pool import TimedPool
-from vprop.lab.deep.protocol import Bench, run_cost, run_tasks
+from vprop.lab.deep.protocol import Bench, run_cost, run_tasks, timed_as
 from vprop.lab.deep.results import choices, collect, costs
 from vprop.lab.deep.tasks import SHORT, TASKS, DeepTask
 from vprop.lab.deep.workloads import FAST, How
@@ -130,7 +130,7 @@ def run(request: DeepRequest, console: Console) -> bool:
     require_writable(request.how.out / "runs", request.how.out)
     contenders = _installed(request, console)
     tasks = _with_takers(request.tasks, contenders)  # a network to be adapted is not trained for nobody
-    for task in tasks:
+    for task in dict.fromkeys((*tasks, *(map(timed_as, tasks) if "cost" in request.stages else ()))):
         prepare(task, request.data_dir, request.how.data)
     bench, store = request.bench, Store(request.how.out / "runs")
     pool = TimedPool(store, console, request.jobs, request.how.stop_at)

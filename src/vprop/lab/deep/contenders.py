@@ -3,7 +3,7 @@
 A setting is a dictionary of numbers. ``dropout`` is for the network; ``swa_lr``, ``cycles`` and ``first``, the share of
 the first cycle, are for the schedule; the others are arguments of the function that makes the optimizer, which also
 gets the facts: N, the batch size, the seed. Every grid of a family has at most four settings; the first is what a
-person would take without tuning.
+person would take without tuning, or what was chosen before there were others.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS
-from vprop.lab.deep.kept import key_of, tried_settings
+from vprop.lab.deep.kept import has_same_steps, key_of, tried_settings
 from vprop.lab.deep.results import machine
 
 Result = dict[str, Any]
@@ -33,9 +33,8 @@ def with_kept_rows(
         "code": sorted({*found["code"], *kept["code"]}),
         "cost_of_adamw": costs.get("adamw") if costs else kept["cost_of_adamw"],
         "contenders": [
-            row
+            _with_left(row, known.get(row["name"]))
             | {"cost": costs.get(row["name"]) if costs else _cost(row, known.get(row["name"]))}
-            | _left(row, known.get(row["name"]))
             for row in contenders
         ],
         "groups": _joined(found["groups"], others, [one.name for one in GROUPS]),
@@ -46,18 +45,22 @@ def _told(row: Result, choice: Result | None) -> Result:
     """A row of the file with the settings that were tried here; it stays one of the setting that it was run with."""
     if choice is None:
         return row
-    if choice["setting"] != row["setting"]:
-        return row | {"grid": choice["grid"], "tuned": False}
-    return row | {name: choice[name] for name in ("grid", "tuned", "predicts")}
+    tuned = choice["tuned"] and choice["setting"] == row["setting"]
+    predicts = choice["predicts"] if tuned and choice["predicts"] in row["scores"] else row["predicts"]
+    return row | {"grid": choice["grid"], "tuned": tuned, "predicts": predicts}
 
 
-def _left(row: Result, kept: Result | None) -> Result:
+def _with_left(row: Result, kept: Result | None) -> Result:
     """Settings that were tried and are not offered any more: they were looked at, too."""
+    row = {name: value for name, value in row.items() if name != "left"}
     if kept is None or "grid" not in row:
-        return {}
+        return row
     offered = {key_of(one) for one in row["grid"]}
-    left = [one for one in tried_settings(kept) if one["nll"] is not None and key_of(one) not in offered]
-    return {"left": left} if left else {}
+    # a loss is of the best kind of predictions; older files say that once, of the best setting
+    kind = {"predicts": kept["predicts"]} if "predicts" in kept else {}
+    tried = [one if one["nll"] is None else kind | one for one in tried_settings(kept)]
+    left = [one for one in tried if (one["nll"] is not None or "diverged" in one) and key_of(one) not in offered]
+    return row | {"left": left} if left else row
 
 
 def _joined(found: list[Result], kept: list[Result], order: list[str]) -> list[Result]:
@@ -67,8 +70,7 @@ def _joined(found: list[Result], kept: list[Result], order: list[str]) -> list[R
 
 
 def _cost(row: Result, kept: Result | None) -> Result | None:
-    """What the file has for a setting that takes the same steps: of the same names, and with dropout or without."""
-    if kept is None or row["setting"].keys() != kept["setting"].keys():
+    """What the file has for a setting with the same steps."""
+    if kept is None or not has_same_steps(row["setting"], kept["setting"]):
         return None
-    with_masks = [bool(one["setting"].get("dropout")) for one in (row, kept)]
-    return kept["cost"] if with_masks[0] == with_masks[1] else None
+    return kept["cost"]

@@ -35,13 +35,13 @@ def tried_before(kept: Result | None, contender: DeepContender, task: DeepTask) 
     they say nothing.
     """
     row = row_of(kept, contender)
-    if row is None or len(row["grid"]) < 2 or "predicts" not in row:
+    if row is None or len(tried_settings(row)) < 2 or "predicts" not in row:
         return {}
     found: dict[Key, dict[str, float]] = {}
     is_known = key_of(row["setting"]) in {key_of(one) for one in contender.grid(task)}
     for one in tried_settings(row):
         loss: float | None = one["nll"]
-        if loss is None and row["tuned"]:
+        if one.get("diverged") or (loss is None and row["tuned"]):
             found[key_of(one)] = {}
         elif loss is not None and ("predicts" in one or is_known):
             found[key_of(one)] = {str(one.get("predicts", row["predicts"])): loss}
@@ -50,7 +50,7 @@ def tried_before(kept: Result | None, contender: DeepContender, task: DeepTask) 
 
 def tried_settings(row: Result) -> list[Result]:
     """Of a row, those that there were to choose from, and those that there had been before."""
-    return [*row["grid"], *row.get("left", [])]
+    return [*row.get("left", []), *row["grid"]]
 
 
 def row_of(kept: Result | None, contender: DeepContender) -> Result | None:
@@ -61,4 +61,13 @@ def row_of(kept: Result | None, contender: DeepContender) -> Result | None:
 
 def key_of(setting: Mapping[str, Any]) -> Key:
     """Without the loss and what goes with it."""
-    return frozenset((name, value) for name, value in setting.items() if name not in ("nll", "predicts"))
+    return frozenset((name, value) for name, value in setting.items() if name not in ("nll", "predicts", "diverged"))
+
+
+def has_same_steps(setting: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether steps of the two take the same time: masks of dropout take some, all else is a number.
+
+    >>> has_same_steps({"lr": 0.1}, {"lr": 0.2, "dropout": 0.0}), has_same_steps({"dropout": 0.1}, {"lr": 0.1})
+    (True, False)
+    """
+    return bool(setting.get("dropout")) == bool(other.get("dropout"))

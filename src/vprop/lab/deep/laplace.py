@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from vprop.lab.deep import predictions
 from vprop.lab.deep.draws import MEAN, OWN
 from vprop.lab.deep.predictions import Forward
-from vprop.lab.deep.run import DeepRun, judgement, predictions_path
+from vprop.lab.deep.run import DeepRun, judgement, predictions_path, weights_path
 from vprop.lab.deep.workloads import ImageWork
 from vprop.lab.engine import sources
 
@@ -36,7 +36,7 @@ class LaplaceRun(DeepRun):
         work = ImageWork(self.task, self.part, self.data_dir, self.how)
         model = work.model(0.0)
         assert isinstance(model, nn.Sequential)
-        model.load_state_dict(torch.load(self.how.out / "weights" / f"{self.around.key}.pt", weights_only=True))
+        model.load_state_dict(torch.load(weights_path(self.around), weights_only=True))
         model.eval()
         inputs = {"train": work.images.train_x, "test": work.test, **work.outliers}
         if dict(self.setting)["diagonal"]:

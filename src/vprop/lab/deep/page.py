@@ -34,10 +34,10 @@ In this first table, the best is who has the smallest NLL on the test data.
 - **Settings** are chosen by the NLL (of averaged predictions, where a contender averages) on the last part of the
   training data, which tuning runs do not train on, with a seed that is not reported. Test data are not looked at.
   Every contender has a grid of one to four settings; what was chosen is in the last column, the grids with their
-  losses are in the results. Tuning runs are as long as the others, of Fashion-MNIST and books half as long. In the
-  same way it is chosen which statistics of BatchNorm draws have, their own or the running ones: the first table and
-  the plots of scores and reliability show that kind, and mixtures predict with it; the tables of scores and outliers
-  show both. The log-loss by the number of draws is with their own.
+  losses are in the results. Tuning runs are as long as the others, of Fashion-MNIST, FilterResponseNorm and books half
+  as long. In the same way it is chosen which statistics of BatchNorm draws have, their own or the running ones: the
+  first table and the plots of scores and reliability show that kind, and mixtures predict with it; the tables of scores
+  and outliers show both. The log-loss by the number of draws is with their own.
 - **Predictions** are made at the mean of the weights, and averaged over draws: of the posterior, of dropout masks, of
   SWAG's Gaussian. Probabilities are averaged, not logits. A draw of the weights has statistics of BatchNorm of its own,
   from 10,000 training images; rows with "running statistics" are the same draws without them. Dropout masks, and draws

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,10 @@ from vprop.lab.engine.pool import Pool, depend_on_the_parent, stop, submit
 from vprop.lab.errors import Interrupted
 
 Results = dict[str, dict[str, Any]]
+MOST_TRIES = 4
+"""Of a run that a GPU refuses: again when another run is over, or after a pause if there is none."""
+PAUSE = 30.0
+"""Seconds."""
 
 
 @dataclass
@@ -27,6 +32,8 @@ class TimedPool(Pool):
 
     No job is begun when the time is over, and those that are not finished then stop by themselves and keep what they
     have done. The same command goes on from there another time.
+
+    Side by side, a job that its GPU refused comes again later, in another process; one by one it does not.
     """
 
     stop_at: float | None = None
@@ -70,26 +77,30 @@ class TimedPool(Pool):
                 yield key, error
 
     def _side_by_side(self, waiting: dict[str, Job]) -> Iterator[tuple[str, Any]]:
-        queue, tried_twice = list(waiting), set[str]()
+        queue, refused, tries = list(waiting), list[str](), Counter[str]()
         while len(self._processes) < min(self.workers, len(queue)):  # kept for the next jobs: a start takes seconds
             self._processes.append(_process())
         free, running = list(self._processes), dict[Future[dict[str, Any]], tuple[str, ProcessPoolExecutor]]()
         try:
-            while queue or running:
+            while queue or running or refused:
+                if not queue and not running:
+                    time.sleep(PAUSE if self._has_time else 0)
+                    queue, refused = refused, []
                 while queue and free:
                     key = queue.pop(0)
                     if self._has_time:
-                        process = free.pop(0)
-                        running[submit(process, waiting[key])] = key, process
+                        future, process = self._begun(free.pop(0), waiting[key])
+                        running[future] = key, process
                     else:
                         yield key, None
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key, process = running.pop(future)
-                    error = future.exception()
-                    free.append(process if error is None or isinstance(error, OutOfTime) else self._replaced(process))
-                    if is_of_the_machine(error) and key not in tried_twice:
-                        tried_twice.add(key)
-                        queue.append(key)
+                    error, tries[key] = future.exception(), tries[key] + 1
+                    if error is None:  # there is room again
+                        queue, refused = queue + refused, []
+                    free.append(self._replaced(process) if is_of_the_machine(error) else process)
+                    if is_of_the_machine(error) and tries[key] < MOST_TRIES:
+                        refused.append(key)
                         text = f"  {key} comes again: {_said(error)}"
                         self.console.print(text, style="yellow", soft_wrap=True, markup=False, highlight=False)
                     else:
@@ -100,9 +111,17 @@ class TimedPool(Pool):
             self._processes.clear()
             raise
 
+    def _begun(self, process: ProcessPoolExecutor, job: Job) -> tuple[Future[dict[str, Any]], ProcessPoolExecutor]:
+        """In this process, or in a new one if it has died while it had nothing to do."""
+        try:
+            return submit(process, job), process
+        except BrokenProcessPool:
+            process = self._replaced(process)
+            return submit(process, job), process
+
     def _replaced(self, process: ProcessPoolExecutor) -> ProcessPoolExecutor:
         """A new one: after an error of a GPU a process has no other answer, and would fail all jobs that are left."""
-        process.shutdown(wait=False)
+        stop(process)  # at once, for it still has its memory on the GPU
         self._processes.remove(process)
         self._processes.append(_process())
         return self._processes[-1]
@@ -125,12 +144,14 @@ def _process() -> ProcessPoolExecutor:
 
 
 def is_of_the_machine(error: BaseException | None) -> bool:
-    """Whether a job that failed may do better by itself: a device was full or not to be had, or its process was ended.
+    """Whether a job that failed may do better another time: a GPU was full or not to be had, or its process was ended.
 
-    >>> is_of_the_machine(torch.OutOfMemoryError("CUDA out of memory")), is_of_the_machine(ValueError("no"))
+    >>> is_of_the_machine(torch.OutOfMemoryError("CUDA out of memory")), is_of_the_machine(RuntimeError("no"))
     (True, False)
     """
-    return isinstance(error, BrokenProcessPool | torch.AcceleratorError | torch.OutOfMemoryError)
+    if isinstance(error, BrokenProcessPool | torch.AcceleratorError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ("CUBLAS_STATUS" in str(error) or "CUDNN_STATUS" in str(error))
 
 
 def _said(error: BaseException | None) -> str:

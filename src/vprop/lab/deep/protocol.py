@@ -10,9 +10,9 @@ from typing import Any
 from vprop.lab.deep import draws
 from vprop.lab.deep.contenders import BY_NAME, DeepContender, Setting, taking_part
 from vprop.lab.deep.cost import DeepCost
-from vprop.lab.deep.kept import Key, kept_in, key_of, row_of, tried_before
+from vprop.lab.deep.kept import Key, has_same_steps, kept_in, key_of, row_of, tried_before
 from vprop.lab.deep.laplace import LaplaceRun
-from vprop.lab.deep.run import DeepRun, Pretraining
+from vprop.lab.deep.run import DeepRun, Pretraining, weights_path
 from vprop.lab.deep.tasks import BY_NAME as TASKS
 from vprop.lab.deep.tasks import TUNING_SEED, DeepTask, Part
 from vprop.lab.deep.workloads import How, pretrained_path
@@ -29,10 +29,15 @@ class Chosen:
     """On held-out training data, in the order of the grid; ``None`` where it diverged or was not tried."""
     kinds: tuple[str | None, ...]
     """Of the predictions that these are of, the best that each setting makes."""
-    complete: bool
-    """Whether all of them were tried."""
+    tried: tuple[bool, ...]
+    """A setting may have been tried, and have diverged."""
     kind: str
     """Of predictions, that was the best: at the mean, or averaged over draws with which statistics of BatchNorm."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of them were tried, if there was anything to choose."""
+        return len(self.tried) < 2 or all(self.tried)
 
 
 @dataclass(frozen=True)
@@ -80,25 +85,33 @@ class Bench:
         usable = [(loss, i, kind) for i, (loss, kind) in enumerate(smallest) if loss is not None and kind is not None]
         _, best, kind = min(usable, default=(0.0, 0, usual_kind(contender)))
         of_all, kinds = tuple(loss for loss, _ in smallest), tuple(kind for _, kind in smallest)
-        return Chosen(grid[best], of_all, kinds, None not in losses, kind)
+        known = tuple(one is not None for one in losses) or (False,) * len(grid)
+        return Chosen(grid[best], of_all, kinds, known, kind)
 
     def seeds_before(self, task: DeepTask, contender: DeepContender, choice: Chosen) -> set[int]:
         """Those of the contender's row in the file of results, if that is of the same setting."""
         row = row_of(kept_in(self.results, task), contender)
-        return set(row["seeds"]) if row is not None and row["setting"] == choice.setting else set()
+        if row is None or row["setting"] != choice.setting or row.get("of") not in (None, self.base(task, contender)):
+            return set()
+        return set(row["seeds"])
+
+    def base(self, task: DeepTask, contender: DeepContender) -> Setting | None:
+        """For what is made from the weights of another contender's run: that one's setting."""
+        return self.choice(task, BY_NAME[contender.of]).setting if contender.of else None
 
     def _tried_before(self, task: DeepTask, contender: DeepContender) -> dict[Key, dict[str, float]]:
         of = _tuned_as(task)
         return tried_before(kept_in(self.results, of), contender, of)
 
     def cost(self, task: DeepTask, contender: DeepContender, setting: Setting) -> DeepCost:
-        """What a step of this setting takes: with dropout it takes longer."""
-        timed = _timed_as(task)
-        return DeepCost(timed, contender.name, _items(setting), how=self.how, data_dir=self.data_dir)
+        """What a step of this setting takes, on the task or where its steps are timed."""
+        return DeepCost(timed_as(task), contender.name, _items(setting), how=self.how, data_dir=self.data_dir)
 
     def costs(self, task: DeepTask, contender: DeepContender) -> list[DeepCost]:
-        """Where a cost may be found: at the chosen setting, else as it was measured at another."""
-        settings = (self.choice(task, contender).setting, *contender.grid(task), *contender.grid(_timed_as(task)))
+        """Where a cost may be found: at the chosen setting, else as it was measured at another with the same steps."""
+        chosen = self.choice(task, contender).setting
+        others = (*contender.grid(task), *contender.grid(timed_as(task)))
+        settings = (chosen, *(one for one in others if has_same_steps(one, chosen)))
         return [self.cost(task, contender, setting) for setting in settings]
 
     def pretraining(self, task: DeepTask) -> Pretraining:
@@ -112,7 +125,7 @@ def _tuned_as(task: DeepTask) -> DeepTask:
     return TASKS[task.tuned_on] if task.tuned_on else task
 
 
-def _timed_as(task: DeepTask) -> DeepTask:
+def timed_as(task: DeepTask) -> DeepTask:
     """The task that steps are timed on."""
     return TASKS[task.timed_on] if task.timed_on else task
 
@@ -158,6 +171,7 @@ def run_tasks(
         pairs = _with_a_choice(pairs, bench, pool)
     if "seeds" not in stages:
         return
+    idle = bool(pairs)
     for is_laplace in (False, True):  # the second are made from weights of the first
         chosen = [(task, one, bench.choice(task, one)) for task, one in pairs if (one.kind == "laplace") == is_laplace]
         if missing:
@@ -165,9 +179,21 @@ def run_tasks(
         # all contenders with the first seed, then with the second: a table can be made at any time
         jobs = [bench.run(task, one, choice.setting, seed, "final") for seed in seeds for task, one, choice in chosen]
         if jobs:
+            idle = False
+            _make_weights(jobs, title, pool)
             pool.run_all(f"{title}: seeds", jobs)
-        elif missing and not is_laplace:
-            pool.console.print(f"{title}: no training is missing.")
+    if missing and idle:
+        pool.console.print(f"{title}: no training is missing.")
+
+
+def _make_weights(jobs: Iterable[DeepRun], title: str, pool: Pool) -> None:
+    """Train what Laplace's approximations are made around, where that was done elsewhere: figures are not enough."""
+    bases = [job.around for job in jobs if isinstance(job, LaplaceRun) and pool.store.load(job.key) is None]
+    without = [base for base in bases if not weights_path(base).is_file()]
+    for base in without:
+        pool.store.forget(base.key)
+    if without:
+        pool.run_all(f"{title}: networks for Laplace", without)
 
 
 def _with_a_choice(
@@ -179,7 +205,7 @@ def _with_a_choice(
         if bench.choice(task, one).complete and (not one.of or bench.choice(task, BY_NAME[one.of]).complete):
             chosen.append((task, one))
         else:
-            text = f"{task.name}: {one.label} waits for the settings that were not tried."
+            text = f"{task.name}: {one.label} waits for the settings that were not tried. --usual does without them."
             pool.console.print(text, style="yellow", soft_wrap=True, markup=False, highlight=False)
     return chosen
 

@@ -69,9 +69,8 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
         "kind": contender.kind,
         "ours": contender.ours,
         "setting": setting,
-        "tuned": choice.complete and setting == choice.setting,
-        "predicts": _predicts(contender, setting, choice),
-        "grid": _with_losses(contender.grid(task), choice),
+        **_chosen(task, contender, setting, choice),
+        **({"of": bench.base(task, contender)} if contender.of else {}),
         "seeds": [run.seed for run, _ in runs],
         "steps": results[0]["steps"],
         "gradients": results[0]["steps"] * contender.gradients,
@@ -91,23 +90,29 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
     }  # fmt: skip
 
 
-def _with_losses(grid: Sequence[Setting], choice: Chosen) -> list[Result]:
-    """The settings that there were to choose from, as far as they were tried with their losses on held-out data."""
-    return [
-        {**one, "nll": loss} | ({} if kind is None else {"predicts": kind})
-        for one, loss, kind in zip(grid, choice.losses, choice.kinds, strict=True)
-    ]
+def _chosen(task: DeepTask, contender: DeepContender, setting: Setting, choice: Chosen) -> Result:
+    """What a row of ``setting`` says of its choice: all that could be chosen, with losses on held-out data."""
+    grid = zip(contender.grid(task), choice.losses, choice.kinds, choice.tried, strict=True)
+    return {
+        "tuned": choice.complete and setting == choice.setting,
+        "predicts": _predicts(contender, setting, choice),
+        "grid": [
+            {**one, "nll": loss}
+            | ({} if kind is None else {"predicts": kind})
+            | ({"diverged": True} if tried and loss is None else {})
+            for one, loss, kind, tried in grid
+        ],
+    }
 
 
 def choices(task: DeepTask, bench: Bench) -> dict[str, Result]:
-    """By contender, what a row says of its choice: of those that tried settings here, also without any other run."""
+    """By contender, what the row of its chosen setting would say, of those that tried settings here."""
     store = Store(bench.how.out / "runs")
     found = {}
     for one in taking_part(task):
         if any(store.load(run.key) is not None for run in bench.tuning(task, one)):
             choice = bench.choice(task, one)
-            chosen = {"setting": choice.setting, "tuned": choice.complete, "predicts": choice.kind}
-            found[one.name] = chosen | {"grid": _with_losses(one.grid(task), choice)}
+            found[one.name] = {"setting": choice.setting, **_chosen(task, one, choice.setting, choice)}
     return found
 
 

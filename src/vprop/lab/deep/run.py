@@ -67,11 +67,17 @@ class DeepJob(Job):
     @property
     def key(self) -> str:
         """Readable, with a short hash of all that was asked for."""
-        # the title is what people read; where the setting was chosen, or timed, does not change what comes of it
-        task = {k: v for k, v in self.identity["task"].items() if k not in ("title", "tuned_on", "timed_on")}
-        asked = self.identity | {"task": task}
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps(_deciding(self.identity), sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.task.name}/{self.label}-{digest}"
+
+
+_DECIDES_NOTHING = ("how", "data_dir", "title", "tuned_on", "timed_on")
+
+
+def _deciding(asked: dict[str, Any]) -> dict[str, Any]:
+    """Without what does not change the outcome: how it runs, what people read, where settings and times are from."""
+    kept = {name: value for name, value in asked.items() if name not in _DECIDES_NOTHING}
+    return {name: _deciding(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def spelled(setting: tuple[tuple[str, float], ...]) -> str:
@@ -186,12 +192,17 @@ class DeepRun(DeepJob):
         save = predictions.save_images if self.task.of_images else predictions.save_text
         save(predictions_path(self), by_kind, work.labels)
         if contender.kind == "point" and self.task.of_images:
-            save_weights(model, self.how.out / "weights" / f"{self.key}.pt")
+            save_weights(model, weights_path(self))
 
 
 def predictions_path(run: DeepJob) -> Any:
     """Of the run that has this key."""
     return run.how.out / "predictions" / f"{run.key}.npz"
+
+
+def weights_path(run: DeepJob) -> Any:
+    """Of the run that has this key, if it is one of a plain network."""
+    return run.how.out / "weights" / f"{run.key}.pt"
 
 
 def judgement(

@@ -203,7 +203,7 @@ def _seeds_of(rows: list[Row]) -> str:
     labels: dict[tuple[int, ...], list[str]] = {}
     for row in rows:
         labels.setdefault(tuple(row["seeds"]), []).append(row["label"])
-    usual = max(labels, key=lambda seeds: len(labels[seeds]))
+    usual = max(labels, key=lambda seeds: len(labels[seeds]), default=())
     others = [f"{', '.join(who)}: {_listed(list(seeds))}" for seeds, who in labels.items() if seeds != usual]
     return f"seeds {_listed(list(usual))}" + (f" ({'; '.join(others)})" if others else "")
 

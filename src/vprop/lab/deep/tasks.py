@@ -102,7 +102,7 @@ TASKS = (
     ),
     replace(
         _CIFAR, name="cifar10-5k", title="5,000 images of CIFAR-10, ResNet-20, 200 epochs", data="cifar10_subset",
-        epochs=200, timed_on="cifar10", tuning_share=1.0, validation_share=0.2,
+        epochs=200, tuning_share=1.0, validation_share=0.2,
     ),
     # What two cores can do, with --fast bfloat16: the first in minutes a run, the second in an hour.
     replace(
