@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
+from torch import nn
 
 from vprop.lab.deep import contenders, results, table
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
@@ -416,6 +418,30 @@ def test_a_contender_with_one_setting_has_a_row_and_is_tuned(tmp_path):
     ours = pool(tmp_path / "runs")
     run_tasks([IMAGES], (one,), (0,), ("tuning", "seeds"), place, ours)
     assert "waits" not in ours.console.file.getvalue()
+
+
+def test_statistics_anew_are_those_of_the_last_weights(tmp_path):
+    """Of training images as they are trained on; all but BatchNorm's buffers is the network that SGD left."""
+    anew, place = contenders.BY_NAME["sgd-statistics"], bench(tmp_path)
+    ours = pool(tmp_path / "runs")
+    run_tasks([IMAGES], (anew,), (0,), ("seeds",), place, ours)
+    run = place.run(IMAGES, anew, anew.grid(IMAGES)[0], 0, "final")
+    network = run.network(work := run.work())
+    before = [one.running_mean.clone() for one in network.modules() if isinstance(one, nn.BatchNorm2d)]
+    inputs = next(work.chunks(torch.Generator().manual_seed(0)))[0]
+    for layer in (one for one in network.modules() if isinstance(one, nn.BatchNorm2d)):
+        layer.momentum = 1.0  # the batch's, and nothing of before
+    with torch.no_grad():
+        network.train()(inputs)
+        expected = F.cross_entropy(network.eval()(work.test), work.labels)
+    after = [one.running_mean for one in network.modules() if isinstance(one, nn.BatchNorm2d)]
+    assert not any(torch.allclose(old, new, rtol=1e-3) for old, new in zip(before, after, strict=True))
+    found = Store(tmp_path / "runs").load(run.key)
+    assert list(found["scores"]) == ["mean"]
+    assert found["scores"]["mean"]["nll"] == pytest.approx(float(expected), rel=1e-5)
+    rows = {row["name"]: row for row in results.collect(IMAGES, place)["contenders"]}
+    assert (rows["sgd-statistics"]["predicts"], rows["sgd-statistics"]["of"]) == ("mean", rows["sgd"]["setting"])
+    assert anew not in taking_part(BY_NAME["cifar10-frn"])  # which has no BatchNorm
 
 
 def test_networks_for_laplace_are_trained_where_their_weights_are_not(tmp_path):

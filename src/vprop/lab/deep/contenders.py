@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 import vprop
 from vprop.lab.deep.tasks import DeepTask
 
-Kind = Literal["point", "networks", "dropout", "posterior", "swag", "peer", "laplace"]
-"""How a prediction is averaged: not at all, over the networks at the ends of cycles, over dropout masks, over draws of
-a posterior of ours, of SWAG's Gaussian, of another package's optimizer, of a Laplace approximation around a trained
-network."""
+Kind = Literal["point", "statistics", "networks", "dropout", "posterior", "swag", "peer", "laplace"]
+"""How a prediction is averaged: not at all; not at all, with other statistics of BatchNorm; over the networks at the
+ends of cycles, over dropout masks, over draws of a posterior of ours, of SWAG's Gaussian, of another package's
+optimizer, of a Laplace approximation around a trained network."""
 Setting = dict[str, float]
 Grids = Mapping[str, tuple[Setting, ...]]
 """By family of tasks; by a task's name where it needs others."""
@@ -297,6 +297,9 @@ CONTENDERS = (
             {"lr": 0.1}, {"lr": 0.2}, {"lr": 0.1, "weight_decay": 1e-3}, {"lr": 0.2, "weight_decay": 1e-3},
         ),
     }),
+    DeepContender("sgd-statistics", "SGD, statistics anew", "statistics", None, {
+        "resnet": ({"inputs": 10_000},), "cifar10-frn": (),
+    }, of="sgd"),
     DeepContender("sgd-cycles", "SGD in cycles", "networks", sgd, _SGD_CYCLES),
     DeepContender("adamw", "AdamW", "point", adamw, _ADAM_GRIDS),
     DeepContender("adamw-dropout", "AdamW with dropout", "dropout", adamw, _DROPOUT_GRIDS),
@@ -350,6 +353,8 @@ CONTENDERS = (
 GROUPS = (
     Group("ensemble-3", "Ensemble of 3 SGD", "sgd", 3, averaged=False),
     Group("ensemble-5", "Ensemble of 5 SGD", "sgd", 5, averaged=False),
+    Group("ensemble-3-statistics", "Ensemble of 3 SGD, statistics anew", "sgd-statistics", 3, averaged=False),
+    Group("ensemble-5-statistics", "Ensemble of 5 SGD, statistics anew", "sgd-statistics", 5, averaged=False),
     Group("ensemble-3-adamw", "Ensemble of 3 AdamW", "adamw", 3, averaged=False),
     Group("ensemble-3-dropout", "Ensemble of 3 AdamW with dropout", "adamw-dropout", 3, averaged=False),
     Group("ensemble-3-masks", "Ensemble of 3 AdamW over masks", "adamw-dropout", 3, averaged=True),

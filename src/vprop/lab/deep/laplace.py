@@ -12,32 +12,23 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from vprop.lab.deep import predictions
+from vprop.lab.deep.derived import Derived
 from vprop.lab.deep.draws import MEAN, OWN
 from vprop.lab.deep.predictions import Forward
-from vprop.lab.deep.run import DeepRun, judgement, predictions_path, weights_path
-from vprop.lab.deep.workloads import ImageWork
+from vprop.lab.deep.run import judgement, predictions_path
 from vprop.lab.engine import sources
 
 
 @dataclass(frozen=True)
-class LaplaceRun(DeepRun):
+class LaplaceRun(Derived):
     """Fitted to all training data as they are, with the prior precision that maximizes the marginal likelihood."""
-
-    around: DeepRun
-
-    @property
-    def effort(self) -> float:
-        """A pass over the data, and many predictions."""
-        return 5.0
 
     def compute(self) -> dict[str, Any]:
         """Fit, predict, judge, keep."""
         torch.manual_seed(self.seed)
-        work = ImageWork(self.task, self.part, self.data_dir, self.how)
-        model = work.model(0.0)
+        work = self.work()
+        model = self.network(work)
         assert isinstance(model, nn.Sequential)
-        model.load_state_dict(torch.load(weights_path(self.around), weights_only=True))
-        model.eval()
         inputs = {"train": work.images.train_x, "test": work.test, **work.outliers}
         if dict(self.setting)["diagonal"]:
             fitted_model: nn.Module = model

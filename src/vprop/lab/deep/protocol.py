@@ -10,6 +10,7 @@ from typing import Any
 from vprop.lab.deep import draws
 from vprop.lab.deep.contenders import BY_NAME, DeepContender, Setting, taking_part
 from vprop.lab.deep.cost import DeepCost
+from vprop.lab.deep.derived import Derived, StatisticsRun
 from vprop.lab.deep.kept import Key, has_same_steps, kept_in, key_of, row_of, tried_before
 from vprop.lab.deep.laplace import LaplaceRun
 from vprop.lab.deep.run import DeepRun, Pretraining, weights_path
@@ -51,17 +52,18 @@ class Bench:
 
     def run(self, task: DeepTask, contender: DeepContender, setting: Setting, seed: int, part: Part) -> DeepRun:
         """A training, or what is made from one."""
-        if contender.kind == "laplace":
+        if contender.of:
             of = BY_NAME[contender.of]
             around = self.run(task, of, self.choice(task, of).setting, seed, part)
             fields = (task, contender.name, _items(setting), seed, part, around)
-            return LaplaceRun(*fields, how=self.how, data_dir=self.data_dir)
+            derived = LaplaceRun if contender.kind == "laplace" else StatisticsRun
+            return derived(*fields, how=self.how, data_dir=self.data_dir)
         return DeepRun(task, contender.name, _items(setting), seed, part, how=self.how, data_dir=self.data_dir)
 
     def tuning(self, task: DeepTask, contender: DeepContender) -> list[DeepRun]:
         """One run for every setting of the grid; none where there is nothing to choose or nothing is trained."""
         grid = contender.grid(task)
-        if len(grid) < 2 or contender.kind == "laplace":
+        if len(grid) < 2 or contender.of:
             return []
         return [self.run(_tuned_as(task), contender, setting, TUNING_SEED, "tuning") for setting in grid]
 
@@ -132,7 +134,7 @@ def timed_as(task: DeepTask) -> DeepTask:
 
 def usual_kind(contender: DeepContender) -> str:
     """Of predictions, where nothing was tried that would say which is the best."""
-    return draws.MEAN if contender.kind == "point" else draws.OWN
+    return draws.MEAN if contender.kind in ("point", "statistics") else draws.OWN
 
 
 def tuning_losses(result: dict[str, Any]) -> dict[str, float]:
@@ -172,8 +174,8 @@ def run_tasks(
     if "seeds" not in stages:
         return
     idle = bool(pairs)
-    for is_laplace in (False, True):  # the second are made from weights of the first
-        chosen = [(task, one, bench.choice(task, one)) for task, one in pairs if (one.kind == "laplace") == is_laplace]
+    for is_derived in (False, True):  # the second are made from weights of the first
+        chosen = [(task, one, bench.choice(task, one)) for task, one in pairs if bool(one.of) == is_derived]
         if missing:
             chosen = [part for part in chosen if not set(seeds) <= bench.seeds_before(*part)]
         # all contenders with the first seed, then with the second: a table can be made at any time
@@ -187,13 +189,13 @@ def run_tasks(
 
 
 def _make_weights(jobs: Iterable[DeepRun], title: str, pool: Pool) -> None:
-    """Train what Laplace's approximations are made around, where that was done elsewhere: figures are not enough."""
-    bases = [job.around for job in jobs if isinstance(job, LaplaceRun) and pool.store.load(job.key) is None]
-    without = [base for base in bases if not weights_path(base).is_file()]
+    """Train what others are made from, where that was done elsewhere: figures are not enough."""
+    bases = [job.around for job in jobs if isinstance(job, Derived) and pool.store.load(job.key) is None]
+    without = list(dict.fromkeys(base for base in bases if not weights_path(base).is_file()))
     for base in without:
         pool.store.forget(base.key)
     if without:
-        pool.run_all(f"{title}: networks for Laplace", without)
+        pool.run_all(f"{title}: networks that others are made from", without)
 
 
 def _with_a_choice(
@@ -224,7 +226,7 @@ def run_cost(task: DeepTask, contenders: Iterable[DeepContender], bench: Bench, 
 
     SWAG's steps, and those of a training in cycles, are those of another contender.
     """
-    timed = [one for one in taking_part(task) if one in tuple(contenders) and one.kind not in ("swag", "laplace")]
+    timed = [one for one in taking_part(task) if one in tuple(contenders) and one.kind != "swag" and not one.of]
     timed = [one for one in timed if "cycles" not in one.grid(task)[0]]
     pool.run_all(f"{task.name}: cost", [bench.cost(task, one, bench.choice(task, one).setting) for one in timed])
 

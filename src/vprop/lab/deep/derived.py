@@ -1,0 +1,60 @@
+"""What is made from the weights of another run: nothing is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vprop.lab.deep import predictions
+from vprop.lab.deep.draws import MEAN, Statistics
+from vprop.lab.deep.run import DeepRun, judgement, predictions_path, statistics_batches, weights_path
+from vprop.lab.deep.workloads import ImageWork
+from vprop.lab.engine import sources
+
+
+@dataclass(frozen=True)
+class Derived(DeepRun):
+    """Around the weights that another run kept."""
+
+    around: DeepRun
+
+    @property
+    def effort(self) -> float:
+        """A pass over the data, and many predictions."""
+        return 5.0
+
+    def work(self) -> ImageWork:
+        """The data of the task."""
+        return ImageWork(self.task, self.part, self.data_dir, self.how)
+
+    def network(self, work: ImageWork) -> nn.Module:
+        """With the weights, ready to predict."""
+        model = work.model(0.0)
+        model.load_state_dict(torch.load(weights_path(self.around), weights_only=True))
+        return model.eval()
+
+
+@dataclass(frozen=True)
+class StatisticsRun(Derived):
+    """A network that predicts with statistics of BatchNorm of its last weights.
+
+    The running ones are an average over the last steps, in which the weights were others. A draw of a posterior has its
+    own ones, so a plain network should be seen with them, too.
+    """
+
+    def compute(self) -> dict[str, Any]:
+        """Estimate, predict, judge, keep."""
+        torch.manual_seed(self.seed)
+        with self.how.at_speed():
+            work = self.work()
+            model = self.network(work)
+            chunk = next(work.chunks(torch.Generator(work.test.device).manual_seed(self.seed)))[0]
+            inputs = chunk[: round(dict(self.setting)["inputs"])]
+            Statistics(lambda: statistics_batches(inputs), self.how.autocast).write(model)
+            sets = {"test": work.test, **work.outliers}
+            at_mean = predictions.averaged([model], sets, {"test": work.labels}, work.rows, self.how.autocast)
+        predictions.save_images(predictions_path(self), {MEAN: at_mean}, work.labels)
+        return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, {}, work.labels)
