@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from vprop.lab.deep import contenders, results, table
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
 from vprop.lab.deep.gpt import CharacterGPT, adapt
-from vprop.lab.deep.pool import MOST_TRIES, TimedPool
+from vprop.lab.deep.pool import MOST_TRIES, PAUSE, TimedPool
 from vprop.lab.deep.protocol import Bench, _make_weights, run_cost, run_tasks
 from vprop.lab.deep.run import DeepRun, weights_path
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
@@ -325,33 +326,52 @@ def test_what_a_gpu_did_to_a_run_happens_in_its_process_alone(tmp_path, monkeypa
     ours.close()
 
 
-def test_a_run_that_is_always_refused_fails_in_the_end(tmp_path, monkeypatch):
-    assert MOST_TRIES > 2
-    monkeypatch.setattr("vprop.lab.deep.pool.MOST_TRIES", 2)
-    monkeypatch.setattr("vprop.lab.deep.pool.PAUSE", 0.0)
+class Inline:
+    """In the place of a process: what it is given is done at once, here."""
+
+    _processes = None
+
+    def submit(self, work):
+        future = Future()
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, wait=True, cancel_futures=False):
+        pass
+
+
+@pytest.fixture
+def inline(monkeypatch):
+    """Two processes that are none, and pauses that are written down and not made."""
+    pauses = []
+    monkeypatch.setattr("vprop.lab.deep.pool._process", Inline)
+    monkeypatch.setattr("vprop.lab.deep.pool.sleep", pauses.append)
+    return pauses
+
+
+def test_a_run_that_is_always_refused_fails_in_the_end(tmp_path, inline):
     ours = pool(tmp_path / "runs", workers=2)
     assert ours.run_all("one", [Refused(str(tmp_path / "notes"), 99)]) == {}
-    ours.close()
     assert list(ours.failures) == ["refused"]
-    assert len(list((tmp_path / "notes").iterdir())) == 2
+    assert len(list((tmp_path / "notes").iterdir())) == MOST_TRIES
+    assert inline == [PAUSE] * (MOST_TRIES - 1)
 
 
-def test_a_refused_run_comes_again_when_there_is_room(tmp_path, monkeypatch):
+def test_a_refused_run_comes_again_when_there_is_room(tmp_path, inline):
     """As soon as another is over; it does not use up its tries while the GPU is as full as it was."""
-    monkeypatch.setattr("vprop.lab.deep.pool.PAUSE", 1e9)
     ours = pool(tmp_path / "runs", workers=2)
     done = ours.run_all("some", [Refused(str(tmp_path / "notes"), 1), Small(0), Small(1)])
-    ours.close()
-    assert len(done) == 3
+    assert (set(done), inline) == ({"refused", "small-0", "small-1"}, [])
 
 
-def test_a_refused_run_is_left_over_when_there_is_no_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("vprop.lab.deep.pool.PAUSE", 0.0)
+def test_a_refused_run_is_left_over_when_there_is_no_time(tmp_path, inline, monkeypatch):
     ours = pool(tmp_path / "runs", workers=2, stop_at=time.time() + 1e6)
     monkeypatch.setattr(ours, "_replaced", lambda process: setattr(ours, "stop_at", 0.0) or process)
     assert ours.run_all("one", [Refused(str(tmp_path / "notes"), 1)]) == {}
-    ours.close()
-    assert (ours.unfinished, ours.failures) == (["refused"], {})
+    assert (ours.unfinished, ours.failures, inline) == (["refused"], {}, [])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a process is killed by a signal here")

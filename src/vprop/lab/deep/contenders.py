@@ -297,7 +297,7 @@ CONTENDERS = (
             {"lr": 0.1}, {"lr": 0.2}, {"lr": 0.1, "weight_decay": 1e-3}, {"lr": 0.2, "weight_decay": 1e-3},
         ),
     }),
-    DeepContender("sgd-statistics", "SGD, statistics anew", "statistics", None, {
+    DeepContender("sgd-statistics", "SGD with new statistics", "statistics", None, {
         "resnet": ({"inputs": 10_000},), "cifar10-frn": (),
     }, of="sgd"),
     DeepContender("sgd-cycles", "SGD in cycles", "networks", sgd, _SGD_CYCLES),
@@ -353,8 +353,8 @@ CONTENDERS = (
 GROUPS = (
     Group("ensemble-3", "Ensemble of 3 SGD", "sgd", 3, averaged=False),
     Group("ensemble-5", "Ensemble of 5 SGD", "sgd", 5, averaged=False),
-    Group("ensemble-3-statistics", "Ensemble of 3 SGD, statistics anew", "sgd-statistics", 3, averaged=False),
-    Group("ensemble-5-statistics", "Ensemble of 5 SGD, statistics anew", "sgd-statistics", 5, averaged=False),
+    Group("ensemble-3-statistics", "Ensemble of 3 SGD with new statistics", "sgd-statistics", 3, averaged=False),
+    Group("ensemble-5-statistics", "Ensemble of 5 SGD with new statistics", "sgd-statistics", 5, averaged=False),
     Group("ensemble-3-adamw", "Ensemble of 3 AdamW", "adamw", 3, averaged=False),
     Group("ensemble-3-dropout", "Ensemble of 3 AdamW with dropout", "adamw-dropout", 3, averaged=False),
     Group("ensemble-3-masks", "Ensemble of 3 AdamW over masks", "adamw-dropout", 3, averaged=True),

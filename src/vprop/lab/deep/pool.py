@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from time import sleep
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ class TimedPool(Pool):
         try:
             while queue or running or refused:
                 if not queue and not running:
-                    time.sleep(PAUSE if self._has_time else 0)
+                    if self._has_time:
+                        sleep(PAUSE)
                     queue, refused = refused, []
                 while queue and free:
                     key = queue.pop(0)
