@@ -187,6 +187,21 @@ def test_the_committed_page_is_what_the_committed_results_give():
         assert page.filled(text, page.load_results(folder), Path("deep")) == text
 
 
+def test_numbers_in_a_plot_do_not_lie_on_each_other():
+    """Twelve points of which some are nearly the same one."""
+    from vprop.lab.deep.plots import _ROOM, _beside
+
+    places = [(0.2 + 0.01 * i, 90.0 + 0.2 * i) for i in range(6)] + [(0.22 + 0.0001 * i, 90.4) for i in range(6)]
+    scale = [room / (max(values) - min(values)) for room, values in zip(_ROOM, zip(*places, strict=True), strict=True)]
+    points = torch.tensor(places, dtype=torch.float64) * torch.tensor(scale, dtype=torch.float64)
+    words = points + torch.tensor(_beside(places), dtype=torch.float64) + torch.tensor([4.0, 3.0])
+    between = torch.cdist(words, words) + 99 * torch.eye(12)
+    assert float(between.min()) >= 9
+    assert float(torch.cdist(words, points).min()) >= 9
+    assert float((words - points).norm(dim=1).max()) < 40
+    assert _beside([(1.0, 1.0)]) == _beside([(2.0, 5.0)])  # alone there is no range
+
+
 def test_a_bad_contender_does_not_spoil_the_plots(finished, tmp_path):
     from vprop.lab.deep import plots
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def _scores(result: Row, path: Path) -> Path:
     rows = [(row, own_scores(row)) for row in (*result["contenders"], *result["groups"])]
     known = [(row, one) for row, one in rows if "accuracy" in one and one["nll"]["mean"] is not None]
     limit = _far([one["nll"]["mean"] for _, one in known] or [1.0])
+    points: list[tuple[tuple[float, float], str, str]] = []
     few = len(known) <= style.MOST_LINES  # more names than that would lie on each other: numbers then, and a list
     for number, (row, scores) in enumerate(known, 1):
         x, y, color = scores["nll"], scores["accuracy"], BLUE if row["ours"] else ORANGE
@@ -46,14 +48,38 @@ def _scores(result: Row, path: Path) -> Path:
         )
         look = {"fmt": marker, "color": color, "capsize": 2, "elinewidth": 0.8, "markersize": 5}
         axes.errorbar(x["mean"], 100 * y["mean"], *spread, label=name, **look)  # type: ignore[arg-type]
-        place, text = (x["mean"], 100 * y["mean"]), name if few else str(number)
-        axes.annotate(text, place, (6, 5), textcoords="offset points", fontsize=8, color=color)
+        points.append(((x["mean"], 100 * y["mean"]), name if few else str(number), color))
+    beside = [(6.0, 5.0)] * len(points) if few else _beside([place for place, _, _ in points])
+    for (place, text, color), offset in zip(points, beside, strict=True):
+        axes.annotate(text, place, offset, textcoords="offset points", fontsize=8, color=color)
     title = result["title"] if few else textwrap.fill(result["title"], 44)  # the list of names is beside it
     axes.set(xlabel="NLL (lower is better)", ylabel="accuracy, %", title=title)
     axes.margins(0.2 if few else 0.05, 0.1)
     if not few:
         figure.legend(fontsize=7, loc="outside right upper")
     return save(figure, path)
+
+
+_ROOM = (300.0, 210.0)
+"""Of all points of a plot of scores, in typographic points, more or less."""
+_AROUND = [
+    (distance * math.cos(angle) - 4, distance * math.sin(angle) - 3)
+    for distance in (11, 18, 26, 36)
+    for angle in (math.pi * turn / 6 for turn in (1, 11, 5, 7, 2, 10, 4, 8, 3, 9, 0, 6))
+]
+
+
+def _beside(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Where numbers stand, in typographic points from what they name: as near as no other number or point is hidden."""
+    size = [_ROOM[axis] / ((max(values) - min(values)) or 1.0) for axis, values in enumerate(zip(*points, strict=True))]
+    at = [(x * size[0], y * size[1]) for x, y in points]
+    taken, found = list(at), list[tuple[float, float]]()
+    for x, y in at:
+        free = {one: min(math.dist((x + one[0] + 4, y + one[1] + 3), other) for other in taken) for one in _AROUND}
+        best = next((one for one in _AROUND if free[one] >= 9), max(free, key=lambda one: free[one]))
+        found.append(best)
+        taken.append((x + best[0] + 4, y + best[1] + 3))
+    return found
 
 
 def _diagram(row: Row) -> Row | None:
