@@ -187,19 +187,20 @@ def test_the_committed_page_is_what_the_committed_results_give():
         assert page.filled(text, page.load_results(folder), Path("deep")) == text
 
 
-def test_numbers_in_a_plot_do_not_lie_on_each_other():
-    """Twelve points of which some are nearly the same one."""
-    from vprop.lab.deep.plots import _ROOM, _beside
+@pytest.mark.parametrize("task", ["cifar10-40", "cifar10-5k"])
+def test_numbers_in_a_plot_do_not_lie_on_each_other(task, tmp_path, monkeypatch):
+    """As they are drawn, of tasks with twenty rows, some nearly the same."""
+    from vprop.lab.deep import plots
 
-    places = [(0.2 + 0.01 * i, 90.0 + 0.2 * i) for i in range(6)] + [(0.22 + 0.0001 * i, 90.4) for i in range(6)]
-    scale = [room / (max(values) - min(values)) for room, values in zip(_ROOM, zip(*places, strict=True), strict=True)]
-    points = torch.tensor(places, dtype=torch.float64) * torch.tensor(scale, dtype=torch.float64)
-    words = points + torch.tensor(_beside(places), dtype=torch.float64) + torch.tensor([4.0, 3.0])
-    between = torch.cdist(words, words) + 99 * torch.eye(12)
-    assert float(between.min()) >= 9
-    assert float(torch.cdist(words, points).min()) >= 9
-    assert float((words - points).norm(dim=1).max()) < 40
-    assert _beside([(1.0, 1.0)]) == _beside([(2.0, 5.0)])  # alone there is no range
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure) or path)
+    plots._scores(json.loads((ROOT / "docs" / "deep" / "results" / f"{task}.json").read_text()), tmp_path / "one.png")
+    (figure,) = figures
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) >= 20
+    inner = [one.shrunk(0.9, 0.8) for one in boxes]  # letters do not fill their boxes
+    assert not [(i, k) for i, one in enumerate(inner) for k in range(i) if one.overlaps(inner[k])]
 
 
 def test_a_bad_contender_does_not_spoil_the_plots(finished, tmp_path):

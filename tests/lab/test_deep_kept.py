@@ -35,7 +35,7 @@ def deep(out, results, *options):
 
 
 def row(name, cost=None, setting=None, **more):
-    return {"name": name, "setting": setting or {"lr": 0.1}, "cost": cost, **more}
+    return {"name": name, "setting": setting or {"lr": 0.1}, "cost": cost, "seeds": [0], **more}
 
 
 def result(*rows, groups=(), machines=("a CPU",), code=("1",), cost=None):
@@ -144,6 +144,32 @@ def test_settings_that_are_not_offered_any_more_are_not_forgotten():
     assert tried_before(result(now), again, IMAGES)[key_of({"lr": 0.3})] == {"mean": 0.6}
     same = result(row("sgd", grid=anew))
     assert "left" not in with_kept_rows(result(now), {}, same)["contenders"][0]
+
+
+def test_a_grid_of_one_setting_forgets_nothing():
+    """There is nothing to choose, so nothing is tried; it may grow again."""
+    wide, one = ({"lr": 0.1}, {"lr": 0.2}), contenders.BY_NAME["sgd"]
+    known = [{"lr": 0.1, "nll": 0.5, "predicts": "mean"}, {"lr": 0.2, "nll": None, "diverged": True}]
+    kept = result(row("sgd", grid=known, predicts="mean", tuned=True))
+    found = result(row("sgd", grid=[{"lr": 0.1, "nll": None}], predicts="mean", tuned=True))
+    (now,) = with_kept_rows(found, {}, kept)["contenders"]
+    assert (now["grid"], now["left"]) == (known[:1], known[1:])
+    again = tried_before(result(now), replace(one, grids={"resnet": wide}), IMAGES)
+    assert again == {key_of(wide[0]): {"mean": 0.5}, key_of(wide[1]): {}}
+    old = result(row("sgd", grid=[known[0], {"lr": 0.2, "nll": None}], predicts="mean", tuned=True))
+    assert with_kept_rows(found, {}, old)["contenders"][0]["left"] == known[1:]
+
+
+def test_a_row_with_fewer_seeds_does_not_replace_one_with_more():
+    """Nor its groups: of the other seeds there is nothing here."""
+    group = {"name": "ensemble-3", "of": "sgd"}
+    kept = result(row("sgd", seeds=[0, 1, 2, 3, 4]), groups=[group | {"members": 3}])
+    found = result(row("sgd", seeds=[0, 1, 2]), row("adamw", seeds=[0]), groups=[group | {"members": 2}])
+    both = with_kept_rows(found, {}, kept)
+    assert [(one["name"], len(one["seeds"])) for one in both["contenders"]] == [("sgd", 5), ("adamw", 1)]
+    assert [one["members"] for one in both["groups"]] == [3]
+    other = result(row("sgd", setting={"lr": 0.2}, seeds=[0]))
+    assert [one["seeds"] for one in with_kept_rows(other, {}, kept)["contenders"]] == [[0]]
 
 
 def test_a_loss_that_leaves_takes_its_kind_of_predictions_along():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -343,6 +344,49 @@ class Inline:
         pass
 
 
+class Threads(ThreadPoolExecutor):
+    """In the place of processes."""
+
+    _processes = None
+
+    def __init__(self):
+        super().__init__(1)
+
+
+@dataclass(frozen=True)
+class OnAFullGPU(Job):
+    """There is room for seven."""
+
+    number: int
+    inside: ClassVar[list[int]] = []
+    refusals: ClassVar[list[int]] = []
+
+    def compute(self):
+        self.inside.append(self.number)
+        try:
+            if len(self.inside) > 7:
+                self.refusals.append(self.number)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            time.sleep(0.02)
+            return {"number": self.number}
+        finally:
+            self.inside.remove(self.number)
+
+    @property
+    def key(self):
+        return f"one-{self.number}"
+
+
+def test_all_runs_end_where_there_is_room_for_some_of_them_at_a_time(tmp_path, monkeypatch):
+    """To be refused beside others says nothing of a run, however often it happens."""
+    monkeypatch.setattr("vprop.lab.deep.pool._process", Threads)
+    ours = pool(tmp_path, workers=30)
+    done = ours.run_all("many", [OnAFullGPU(number) for number in range(30)])
+    ours.close()
+    assert (len(done), ours.failures) == (30, {})
+    assert OnAFullGPU.refusals
+
+
 @pytest.fixture
 def inline(monkeypatch):
     """Two processes that are none, and pauses that are written down and not made."""
@@ -358,6 +402,12 @@ def test_a_run_that_is_always_refused_fails_in_the_end(tmp_path, inline):
     assert list(ours.failures) == ["refused"]
     assert len(list((tmp_path / "notes").iterdir())) == MOST_TRIES
     assert inline == [PAUSE] * (MOST_TRIES - 1)
+
+
+def test_a_pause_is_no_longer_than_the_time_that_is_left(tmp_path, inline):
+    ours = pool(tmp_path / "runs", workers=2, stop_at=time.time() + PAUSE / 2)
+    ours.run_all("one", [Refused(str(tmp_path / "notes"), 1)])
+    assert 0 < inline[0] <= PAUSE / 2
 
 
 def test_a_refused_run_comes_again_when_there_is_room(tmp_path, inline):
@@ -378,11 +428,16 @@ def test_a_refused_run_is_left_over_when_there_is_no_time(tmp_path, inline, monk
 def test_a_process_that_died_with_nothing_to_do_is_replaced(tmp_path):
     ours = pool(tmp_path, workers=2)
     ours.run_all("first", [Small(0), Small(1)])
-    (victim,) = ours._processes[0]._processes.values()
+    executor = ours._processes[0]
+    (victim,) = executor._processes.values()
     victim.kill()
-    victim.join()
+    end = time.monotonic() + 60
+    while not executor._broken and time.monotonic() < end:  # a thread of the executor has to see it
+        time.sleep(0.01)
+    assert executor._broken
     assert set(ours.run_all("second", [Small(2), Small(3)])) == {"small-2", "small-3"}
     ours.close()
+    assert "comes again" not in ours.console.file.getvalue()
 
 
 def test_a_run_that_fails_by_itself_is_not_tried_again(tmp_path):
@@ -460,7 +515,7 @@ def test_statistics_anew_are_those_of_the_last_weights(tmp_path):
     assert list(found["scores"]) == ["mean"]
     assert found["scores"]["mean"]["nll"] == pytest.approx(float(expected), rel=1e-5)
     rows = {row["name"]: row for row in results.collect(IMAGES, place)["contenders"]}
-    assert (rows["sgd-statistics"]["predicts"], rows["sgd-statistics"]["of"]) == ("mean", rows["sgd"]["setting"])
+    assert (rows["sgd-statistics"]["predicts"], rows["sgd-statistics"]["base"]) == ("mean", rows["sgd"]["setting"])
     assert anew not in taking_part(BY_NAME["cifar10-frn"])  # which has no BatchNorm
 
 
@@ -479,6 +534,16 @@ def test_networks_for_laplace_are_trained_where_their_weights_are_not(tmp_path):
     made = {path.stem.split("-")[-2] for path in (tmp_path / "weights").rglob("*.pt")}
     assert (made, weights_path(done).stat().st_mtime_ns) == ({"seed0", "seed1"}, before)
     assert "scores" in store.load(figures.key)
+
+
+def test_figures_stay_where_there_is_no_time_for_their_weights(tmp_path):
+    sgd, laplace, place = contenders.BY_NAME["sgd"], contenders.BY_NAME["laplace-last"], bench(tmp_path)
+    figures = place.run(IMAGES, sgd, sgd.grid(IMAGES)[0], 0, "final")
+    Store(tmp_path / "runs").save(figures.key, {"seconds": 1.0})
+    ours = pool(tmp_path / "runs", stop_at=time.time() - 1)
+    run_tasks([IMAGES], (laplace,), (0,), ("seeds",), place, ours)
+    assert Store(tmp_path / "runs").load(figures.key) == {"seconds": 1.0}
+    assert (ours.unfinished, ours.failures) == ([figures.key], {})
 
 
 def test_the_key_of_what_is_made_around_a_run_is_of_what_decides_it_alone(tmp_path):

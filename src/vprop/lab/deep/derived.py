@@ -45,16 +45,13 @@ class StatisticsRun(Derived):
     own ones, so a plain network should be seen with them, too.
     """
 
-    def compute(self) -> dict[str, Any]:
-        """Estimate, predict, judge, keep."""
-        torch.manual_seed(self.seed)
-        with self.how.at_speed():
-            work = self.work()
-            model = self.network(work)
-            chunk = next(work.chunks(torch.Generator(work.test.device).manual_seed(self.seed)))[0]
-            inputs = chunk[: round(dict(self.setting)["inputs"])]
-            Statistics(lambda: statistics_batches(inputs), self.how.autocast).write(model)
-            sets = {"test": work.test, **work.outliers}
-            at_mean = predictions.averaged([model], sets, {"test": work.labels}, work.rows, self.how.autocast)
+    def _compute(self) -> dict[str, Any]:
+        work = self.work()
+        model = self.network(work)
+        chunk = next(work.chunks(torch.Generator(work.test.device).manual_seed(self.seed)))[0]
+        inputs = chunk[: round(dict(self.setting)["inputs"])]
+        Statistics(lambda: statistics_batches(inputs), self.how.autocast).write(model)
+        sets = {"test": work.test, **work.outliers}
+        at_mean = predictions.averaged([model], sets, {"test": work.labels}, work.rows, self.how.autocast)
         predictions.save_images(predictions_path(self), {MEAN: at_mean}, work.labels)
         return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, {}, work.labels)

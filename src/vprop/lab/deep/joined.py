@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS
-from vprop.lab.deep.kept import has_same_steps, key_of, tried_settings
+from vprop.lab.deep.kept import has_diverged, has_same_steps, key_of, tried_settings
 from vprop.lab.deep.results import machine
 
 Result = dict[str, Any]
@@ -24,6 +24,7 @@ def with_kept_rows(
     kept = kept | {"machines": kept.get("machines", [machine(kept["environment"])])}
     found = found or kept | {"contenders": [], "groups": []}
     known = {row["name"]: row for row in kept["contenders"]}
+    found = _without(found, {row["name"] for row in found["contenders"] if _has_fewer(row, known.get(row["name"]))})
     there = {row["name"] for row in found["contenders"]}
     told = [_told(row, (choices or {}).get(row["name"])) for row in kept["contenders"]]
     contenders = _joined(found["contenders"], told, [one.name for one in CONTENDERS])
@@ -41,6 +42,17 @@ def with_kept_rows(
     }  # fmt: skip
 
 
+def _has_fewer(row: Result, kept: Result | None) -> bool:
+    """Seeds than the file's row, and no others, of the same setting: that one says more."""
+    return kept is not None and row["setting"] == kept["setting"] and set(row["seeds"]) < set(kept["seeds"])
+
+
+def _without(found: Result, names: set[str]) -> Result:
+    """Without the rows of these contenders, and the groups that are made of them."""
+    rows = [row for row in found["contenders"] if row["name"] not in names]
+    return found | {"contenders": rows, "groups": [row for row in found["groups"] if row["of"] not in names]}
+
+
 def _told(row: Result, choice: Result | None) -> Result:
     """A row of the file with the settings that were tried here; it stays one of the setting that it was run with."""
     if choice is None:
@@ -55,12 +67,18 @@ def _with_left(row: Result, kept: Result | None) -> Result:
     row = {name: value for name, value in row.items() if name != "left"}
     if kept is None or "grid" not in row:
         return row
-    offered = {key_of(one) for one in row["grid"]}
     # a loss is of the best kind of predictions; older files say that once, of the best setting
     kind = {"predicts": kept["predicts"]} if "predicts" in kept else {}
-    tried = [one if one["nll"] is None else kind | one for one in tried_settings(kept)]
-    left = [one for one in tried if (one["nll"] is not None or "diverged" in one) and key_of(one) not in offered]
-    return row | {"left": left} if left else row
+    before = {
+        key_of(one): one | {"diverged": True} if has_diverged(kept, one) else kind | one
+        for one in tried_settings(kept)
+        if one["nll"] is not None or has_diverged(kept, one)
+    }
+    # where there is nothing to choose, nothing is tried, and what was tried before is all that is known
+    grid = [before.get(key_of(one), one) if len(row["grid"]) == 1 else one for one in row["grid"]]
+    offered = {key_of(one) for one in grid}
+    left = [one for key, one in before.items() if key not in offered]
+    return row | {"grid": grid} | ({"left": left} if left else {})
 
 
 def _joined(found: list[Result], kept: list[Result], order: list[str]) -> list[Result]:

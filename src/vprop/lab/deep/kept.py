@@ -35,13 +35,13 @@ def tried_before(kept: Result | None, contender: DeepContender, task: DeepTask) 
     they say nothing.
     """
     row = row_of(kept, contender)
-    if row is None or len(tried_settings(row)) < 2 or "predicts" not in row:
+    if row is None or "predicts" not in row:
         return {}
     found: dict[Key, dict[str, float]] = {}
     is_known = key_of(row["setting"]) in {key_of(one) for one in contender.grid(task)}
     for one in tried_settings(row):
         loss: float | None = one["nll"]
-        if one.get("diverged") or (loss is None and row["tuned"]):
+        if has_diverged(row, one):
             found[key_of(one)] = {}
         elif loss is not None and ("predicts" in one or is_known):
             found[key_of(one)] = {str(one.get("predicts", row["predicts"])): loss}
@@ -51,6 +51,12 @@ def tried_before(kept: Result | None, contender: DeepContender, task: DeepTask) 
 def tried_settings(row: Result) -> list[Result]:
     """Of a row, those that there were to choose from, and those that there had been before."""
     return [*row.get("left", []), *row["grid"]]
+
+
+def has_diverged(row: Result, setting: Result) -> bool:
+    """Or was not tried, if there is no loss; older files say so by all that the row's setting was chosen from."""
+    of_before = row.get("tuned") and len(row["grid"]) > 1 and setting in row["grid"]
+    return setting["nll"] is None and bool(setting.get("diverged") or of_before)
 
 
 def row_of(kept: Result | None, contender: DeepContender) -> Result | None:
@@ -65,7 +71,7 @@ def key_of(setting: Mapping[str, Any]) -> Key:
 
 
 def has_same_steps(setting: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether steps of the two take the same time: masks of dropout take some, all else is a number.
+    """Whether steps of the two take the same time, within one contender's grids: masks of dropout take some.
 
     >>> has_same_steps({"lr": 0.1}, {"lr": 0.2, "dropout": 0.0}), has_same_steps({"dropout": 0.1}, {"lr": 0.1})
     (True, False)

@@ -23,9 +23,7 @@ from vprop.lab.engine import sources
 class LaplaceRun(Derived):
     """Fitted to all training data as they are, with the prior precision that maximizes the marginal likelihood."""
 
-    def compute(self) -> dict[str, Any]:
-        """Fit, predict, judge, keep."""
-        torch.manual_seed(self.seed)
+    def _compute(self) -> dict[str, Any]:
         work = self.work()
         model = self.network(work)
         assert isinstance(model, nn.Sequential)

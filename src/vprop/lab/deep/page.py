@@ -41,9 +41,10 @@ In this first table, the best is who has the smallest NLL on the test data.
 - **Predictions** are made at the mean of the weights, and averaged over draws: of the posterior, of dropout masks, of
   SWAG's Gaussian. Probabilities are averaged, not logits. A draw of the weights has statistics of BatchNorm of its own,
   from 10,000 training images; rows with "running statistics" are the same draws without them. "SGD with new statistics"
-  is SGD's network with those of such images under its last weights. Dropout masks, and draws of the last layer alone,
-  keep the running ones. Of a network that was trained with dropout, "draws with masks" are draws of the weights and of
-  masks, "no masks" the same draws without; where there is no such row, draws of a posterior are without masks.
+  is SGD's network with those of as many, of another epoch, under its last weights. Dropout masks, and draws of the last
+  layer alone, keep the running ones. Of a network that was trained with dropout, "draws with masks" are draws of the
+  weights and of masks, "no masks" the same draws without; where there is no such row, draws of a posterior are without
+  masks.
 - **Ensembles and mixtures** are means of the probabilities of runs with different seeds. An ensemble's members
   predict with their weights, or with dropout masks ("draws of all"), a mixture's with draws from their posteriors. A
   group costs as many trainings as it has members.

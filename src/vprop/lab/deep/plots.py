@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,37 +50,45 @@ def _scores(result: Row, path: Path) -> Path:
         look = {"fmt": marker, "color": color, "capsize": 2, "elinewidth": 0.8, "markersize": 5}
         axes.errorbar(x["mean"], 100 * y["mean"], *spread, label=name, **look)  # type: ignore[arg-type]
         points.append(((x["mean"], 100 * y["mean"]), name if few else str(number), color))
-    beside = [(6.0, 5.0)] * len(points) if few else _beside([place for place, _, _ in points])
-    for (place, text, color), offset in zip(points, beside, strict=True):
-        axes.annotate(text, place, offset, textcoords="offset points", fontsize=8, color=color)
     title = result["title"] if few else textwrap.fill(result["title"], 44)  # the list of names is beside it
     axes.set(xlabel="NLL (lower is better)", ylabel="accuracy, %", title=title)
     axes.margins(0.2 if few else 0.05, 0.1)
     if not few:
         figure.legend(fontsize=7, loc="outside right upper")
+        figure.canvas.draw()  # so that it is known where points are
+    beside = [(6.0, 5.0)] * len(points)
+    if not few:
+        at = axes.transData.transform([place for place, _, _ in points]) * 72 / figure.dpi
+        beside = _beside(at, [text for _, text, _ in points])
+    for (place, text, color), offset in zip(points, beside, strict=True):
+        axes.annotate(text, place, offset, textcoords="offset points", fontsize=8, color=color)
     return save(figure, path)
 
 
-_ROOM = (300.0, 210.0)
-"""Of all points of a plot of scores, in typographic points, more or less."""
 _AROUND = [
-    (distance * math.cos(angle) - 4, distance * math.sin(angle) - 3)
-    for distance in (11, 18, 26, 36)
-    for angle in (math.pi * turn / 6 for turn in (1, 11, 5, 7, 2, 10, 4, 8, 3, 9, 0, 6))
+    (distance * math.cos(angle), distance * math.sin(angle))
+    for distance in (11, 15, 20, 26, 33, 40)
+    for angle in (math.pi * turn / 8 for turn in (1, 15, 7, 9, 3, 13, 5, 11, 2, 14, 6, 10, 4, 12, 0, 8))
 ]
+"""From a point to the middle of its number, in typographic points, the nearest first."""
 
 
-def _beside(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Where numbers stand, in typographic points from what they name: as near as no other number or point is hidden."""
-    size = [_ROOM[axis] / ((max(values) - min(values)) or 1.0) for axis, values in enumerate(zip(*points, strict=True))]
-    at = [(x * size[0], y * size[1]) for x, y in points]
-    taken, found = list(at), list[tuple[float, float]]()
-    for x, y in at:
-        free = {one: min(math.dist((x + one[0] + 4, y + one[1] + 3), other) for other in taken) for one in _AROUND}
-        best = next((one for one in _AROUND if free[one] >= 9), max(free, key=lambda one: free[one]))
-        found.append(best)
-        taken.append((x + best[0] + 4, y + best[1] + 3))
+def _beside(points: Iterable[tuple[float, float]], texts: Sequence[str]) -> list[tuple[float, float]]:
+    """Where texts begin, seen from what they name: near, where they hide no other and no point if there is room."""
+    at = [(float(x), float(y)) for x, y in points]
+    taken = [(x, y, 7.0, 7.0) for x, y in at]  # the middle, width and height of the marks
+    found = []
+    for (x, y), text in zip(at, texts, strict=True):
+        size = 5.5 * len(text) + 1, 8.0
+        boxes = [(x + right, y + up, *size) for right, up in _AROUND]
+        box = next((one for one in boxes if not any(_overlap(one, other) for other in taken)), boxes[0])
+        taken.append(box)
+        found.append((box[0] - x - size[0] / 2, box[1] - y - 3))
     return found
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(abs(one[axis] - other[axis]) < (one[axis + 2] + other[axis + 2]) / 2 for axis in (0, 1))
 
 
 def _diagram(row: Row) -> Row | None:

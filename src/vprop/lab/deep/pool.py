@@ -22,7 +22,12 @@ from vprop.lab.errors import Interrupted
 
 Results = dict[str, dict[str, Any]]
 MOST_TRIES = 4
-"""Of a run that a GPU refuses: again when another run is over, or after a pause if there is none."""
+"""Of a run that a GPU refuses with nothing beside it, with pauses; beside others it comes again when one is over."""
+_OF_THE_MACHINE = (
+    BrokenProcessPool,
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
 PAUSE = 30.0
 """Seconds."""
 
@@ -86,7 +91,7 @@ class TimedPool(Pool):
             while queue or running or refused:
                 if not queue and not running:
                     if self._has_time:
-                        sleep(PAUSE)
+                        sleep(PAUSE if self.stop_at is None else min(PAUSE, max(0.0, self.stop_at - time.time())))
                     queue, refused = refused, []
                 while queue and free:
                     key = queue.pop(0)
@@ -97,11 +102,14 @@ class TimedPool(Pool):
                         yield key, None
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key, process = running.pop(future)
-                    error, tries[key] = future.exception(), tries[key] + 1
-                    if error is None:  # there is room again
-                        queue, refused = queue + refused, []
-                    free.append(self._replaced(process) if is_of_the_machine(error) else process)
-                    if is_of_the_machine(error) and tries[key] < MOST_TRIES:
+                    error = future.exception()
+                    was_refused = is_of_the_machine(error)
+                    free.append(self._replaced(process) if was_refused else process)
+                    if was_refused:
+                        tries[key] += not running  # beside others it is they who take the room
+                    else:  # there is room for one again, or for more
+                        queue, refused = queue + refused[:2], refused[2:]
+                    if was_refused and tries[key] < MOST_TRIES:
                         refused.append(key)
                         text = f"  {key} comes again: {_said(error)}"
                         self.console.print(text, style="yellow", soft_wrap=True, markup=False, highlight=False)
@@ -151,7 +159,7 @@ def is_of_the_machine(error: BaseException | None) -> bool:
     >>> is_of_the_machine(torch.OutOfMemoryError("CUDA out of memory")), is_of_the_machine(RuntimeError("no"))
     (True, False)
     """
-    if isinstance(error, BrokenProcessPool | torch.AcceleratorError | torch.OutOfMemoryError):
+    if isinstance(error, _OF_THE_MACHINE):
         return True
     return isinstance(error, RuntimeError) and ("CUBLAS_STATUS" in str(error) or "CUDNN_STATUS" in str(error))
 

@@ -93,7 +93,7 @@ class Bench:
     def seeds_before(self, task: DeepTask, contender: DeepContender, choice: Chosen) -> set[int]:
         """Those of the contender's row in the file of results, if that is of the same setting."""
         row = row_of(kept_in(self.results, task), contender)
-        if row is None or row["setting"] != choice.setting or row.get("of") not in (None, self.base(task, contender)):
+        if row is None or row["setting"] != choice.setting or row.get("base") not in (None, self.base(task, contender)):
             return set()
         return set(row["seeds"])
 
@@ -183,7 +183,7 @@ def run_tasks(
         if jobs:
             idle = False
             _make_weights(jobs, title, pool)
-            pool.run_all(f"{title}: seeds", jobs)
+            pool.run_all(f"{title}: seeds", [job for job in jobs if _has_weights(job, pool)])
     if missing and idle:
         pool.console.print(f"{title}: no training is missing.")
 
@@ -192,10 +192,13 @@ def _make_weights(jobs: Iterable[DeepRun], title: str, pool: Pool) -> None:
     """Train what others are made from, where that was done elsewhere: figures are not enough."""
     bases = [job.around for job in jobs if isinstance(job, Derived) and pool.store.load(job.key) is None]
     without = list(dict.fromkeys(base for base in bases if not weights_path(base).is_file()))
-    for base in without:
-        pool.store.forget(base.key)
     if without:
-        pool.run_all(f"{title}: networks that others are made from", without)
+        pool.run_all(f"{title}: networks that others are made from", without, anew=True)
+
+
+def _has_weights(job: DeepRun, pool: Pool) -> bool:
+    """Or does not need them, or not any more."""
+    return not isinstance(job, Derived) or weights_path(job.around).is_file() or pool.store.load(job.key) is not None
 
 
 def _with_a_choice(

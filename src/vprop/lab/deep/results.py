@@ -70,7 +70,7 @@ def _row(task: DeepTask, contender: DeepContender, bench: Bench, store: Store) -
         "ours": contender.ours,
         "setting": setting,
         **_chosen(task, contender, setting, choice),
-        **({"of": bench.base(task, contender)} if contender.of else {}),
+        **({"base": bench.base(task, contender)} if contender.of else {}),
         "seeds": [run.seed for run, _ in runs],
         "steps": results[0]["steps"],
         "gradients": results[0]["steps"] * contender.gradients,

@@ -33,12 +33,12 @@ class Pool:
     workers: int = 0
     """Processes; 0 for one per core."""
 
-    def run_all(self, title: str, jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
-        """The results of all jobs by key."""
+    def run_all(self, title: str, jobs: Sequence[Job], anew: bool = False) -> dict[str, dict[str, Any]]:
+        """The results of all jobs by key; ``anew`` also of those that were done before, whose results are replaced."""
         done: dict[str, dict[str, Any]] = {}
         waiting: dict[str, Job] = {}
         for job in jobs:
-            stored = self.store.load(job.key)
+            stored = None if anew else self.store.load(job.key)
             if stored is None:
                 waiting[job.key] = job
             else:
