@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.lab.deep import bench
 from vprop.lab.cli import app
 from vprop.lab.deep import compare, contenders, page, predictions, results, table
 from vprop.lab.deep.compare import numbers, tasks_named
@@ -36,10 +37,6 @@ def fails(result, *words):
     assert "Error: " in message
     for word in words:
         assert word in message
-
-
-def bench(out):
-    return Bench(How(out))
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from io import StringIO
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from rich.console import Console
-from torch import nn
 
+from tests.lab.deep import IMAGES, bench, pool
 from vprop.lab.deep import contenders, results, table
 from vprop.lab.deep.contenders import CONTENDERS, GROUPS, taking_part
 from vprop.lab.deep.gpt import CharacterGPT, adapt
-from vprop.lab.deep.pool import MOST_TRIES, PAUSE, TimedPool
-from vprop.lab.deep.protocol import Bench, _make_weights, run_cost, run_tasks
-from vprop.lab.deep.run import DeepRun, weights_path
+from vprop.lab.deep.protocol import Bench, run_cost, run_tasks
+from vprop.lab.deep.run import DeepRun
 from vprop.lab.deep.tasks import BY_NAME, SHORT, TASKS
 from vprop.lab.deep.workloads import How
-from vprop.lab.engine.job import Job
 from vprop.lab.engine.pool import Pool
 from vprop.lab.engine.store import Store, write_json
-
-IMAGES = SHORT[0]
-
-
-def bench(out):
-    return Bench(How(out))
-
 
 # -- the configuration -----------------------------------------------------------------------------------------------
 
@@ -246,7 +231,7 @@ def test_dropout_that_was_chosen_not_to_be_used_is_one_network(tmp_path):
         assert (row["predicts"], bool(row["nll_by_draws"])) == (kinds[-1], setting is with_masks)
         groups[row["predicts"]] = [group["name"] for group in results.collect(task, place)["groups"]]
         for seed in range(3):
-            store.forget(place.run(task, one, setting, seed, "final").key)
+            (tmp_path / "runs" / f"{place.run(task, one, setting, seed, 'final').key}.json").unlink()
     assert groups == {"averaged": ["ensemble-3-dropout", "ensemble-3-masks"], "mean": ["ensemble-3-dropout"]}
 
 
@@ -255,209 +240,6 @@ def test_a_task_may_have_a_grid_of_its_own():
     tasks = {task.name: task for task in TASKS}
     assert ivon.grid(tasks["cifar10-frn"]) != ivon.grid(tasks["fashion-plain"]) == ivon.grid(tasks["fashion"])
     assert all(len(one.grid(task)) <= 4 for one in contenders.CONTENDERS for task in TASKS)
-
-
-# -- the pool --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Small(Job):
-    number: int
-    fails: bool = False
-
-    def compute(self):
-        if self.fails:
-            raise RuntimeError("this one\nfails")
-        return {"number": self.number}
-
-    @property
-    def key(self):
-        return f"small-{self.number}"
-
-
-def pool(folder, workers=1, stop_at=None):
-    return TimedPool(Store(folder), Console(file=StringIO(), width=200), workers, stop_at)
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_fails_stops_no_other(tmp_path, workers):
-    ours = pool(tmp_path, workers)
-    done = ours.run_all("small", [Small(0), Small(1, fails=True), Small(2)])
-    ours.close()
-    assert {result["number"] for result in done.values()} == {0, 2}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["small-0.json", "small-2.json"]
-    assert "RuntimeError: this one" in ours.failures["small-1"]
-    assert "small-1 failed: RuntimeError: this one" in ours.console.file.getvalue()
-
-
-@dataclass(frozen=True)
-class Refused(Job):
-    """As by a GPU: so many times, or its process ends; it says which processes it was in."""
-
-    notes: str
-    times: int
-    dies: bool = False
-
-    def compute(self):
-        notes = Path(self.notes)
-        notes.mkdir(exist_ok=True)
-        before = [int(one.read_text()) for one in sorted(notes.iterdir())]
-        (notes / str(len(before))).write_text(str(os.getpid()))
-        if len(before) < self.times:
-            if self.dies:
-                os._exit(1)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return {"processes": [*before, os.getpid()]}
-
-    @property
-    def key(self):
-        return "refused"
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_what_a_gpu_did_to_a_run_happens_in_its_process_alone(tmp_path, monkeypatch, dies):
-    """A process whose GPU failed fails whatever comes after, in no time: it would go through the whole list."""
-    monkeypatch.setattr("vprop.lab.deep.pool.PAUSE", 0.0)
-    ours = pool(tmp_path / "runs", workers=2)
-    done = ours.run_all("one", [Refused(str(tmp_path / "notes"), 1, dies)])  # one job, and so one process
-    first, second = done["refused"]["processes"]
-    assert first != second
-    assert (ours.failures, ours.console.file.getvalue().count("comes again")) == ({}, 1)
-    assert set(ours.run_all("others", [Small(0), Small(1)])) == {"small-0", "small-1"}
-    ours.close()
-
-
-class Inline:
-    """In the place of a process: what it is given is done at once, here."""
-
-    _processes = None
-
-    def submit(self, work):
-        future = Future()
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def shutdown(self, wait=True, cancel_futures=False):
-        pass
-
-
-class Threads(ThreadPoolExecutor):
-    """In the place of processes."""
-
-    _processes = None
-
-    def __init__(self):
-        super().__init__(1)
-
-
-@dataclass(frozen=True)
-class OnAFullGPU(Job):
-    """There is room for seven."""
-
-    number: int
-    inside: ClassVar[list[int]] = []
-    refusals: ClassVar[list[int]] = []
-
-    def compute(self):
-        self.inside.append(self.number)
-        try:
-            if len(self.inside) > 7:
-                self.refusals.append(self.number)
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            time.sleep(0.02)
-            return {"number": self.number}
-        finally:
-            self.inside.remove(self.number)
-
-    @property
-    def key(self):
-        return f"one-{self.number}"
-
-
-def test_all_runs_end_where_there_is_room_for_some_of_them_at_a_time(tmp_path, monkeypatch):
-    """To be refused beside others says nothing of a run, however often it happens."""
-    monkeypatch.setattr("vprop.lab.deep.pool._process", Threads)
-    ours = pool(tmp_path, workers=30)
-    done = ours.run_all("many", [OnAFullGPU(number) for number in range(30)])
-    ours.close()
-    assert (len(done), ours.failures) == (30, {})
-    assert OnAFullGPU.refusals
-
-
-@pytest.fixture
-def inline(monkeypatch):
-    """Two processes that are none, and pauses that are written down and not made."""
-    pauses = []
-    monkeypatch.setattr("vprop.lab.deep.pool._process", Inline)
-    monkeypatch.setattr("vprop.lab.deep.pool.sleep", pauses.append)
-    return pauses
-
-
-def test_a_run_that_is_always_refused_fails_in_the_end(tmp_path, inline):
-    ours = pool(tmp_path / "runs", workers=2)
-    assert ours.run_all("one", [Refused(str(tmp_path / "notes"), 99)]) == {}
-    assert list(ours.failures) == ["refused"]
-    assert len(list((tmp_path / "notes").iterdir())) == MOST_TRIES
-    assert inline == [PAUSE] * (MOST_TRIES - 1)
-
-
-def test_a_pause_is_no_longer_than_the_time_that_is_left(tmp_path, inline):
-    ours = pool(tmp_path / "runs", workers=2, stop_at=time.time() + PAUSE / 2)
-    ours.run_all("one", [Refused(str(tmp_path / "notes"), 1)])
-    assert 0 < inline[0] <= PAUSE / 2
-
-
-def test_a_refused_run_comes_again_when_there_is_room(tmp_path, inline):
-    """As soon as another is over; it does not use up its tries while the GPU is as full as it was."""
-    ours = pool(tmp_path / "runs", workers=2)
-    done = ours.run_all("some", [Refused(str(tmp_path / "notes"), 1), Small(0), Small(1)])
-    assert (set(done), inline) == ({"refused", "small-0", "small-1"}, [])
-
-
-def test_a_refused_run_is_left_over_when_there_is_no_time(tmp_path, inline, monkeypatch):
-    ours = pool(tmp_path / "runs", workers=2, stop_at=time.time() + 1e6)
-    monkeypatch.setattr(ours, "_replaced", lambda process: setattr(ours, "stop_at", 0.0) or process)
-    assert ours.run_all("one", [Refused(str(tmp_path / "notes"), 1)]) == {}
-    assert (ours.unfinished, ours.failures, inline) == (["refused"], {}, [])
-
-
-@pytest.mark.skipif(os.name != "posix", reason="a process is killed by a signal here")
-def test_a_process_that_died_with_nothing_to_do_is_replaced(tmp_path):
-    ours = pool(tmp_path, workers=2)
-    ours.run_all("first", [Small(0), Small(1)])
-    executor = ours._processes[0]
-    (victim,) = executor._processes.values()
-    victim.kill()
-    end = time.monotonic() + 60
-    while not executor._broken and time.monotonic() < end:  # a thread of the executor has to see it
-        time.sleep(0.01)
-    assert executor._broken
-    assert set(ours.run_all("second", [Small(2), Small(3)])) == {"small-2", "small-3"}
-    ours.close()
-    assert "comes again" not in ours.console.file.getvalue()
-
-
-def test_a_run_that_fails_by_itself_is_not_tried_again(tmp_path):
-    ours = pool(tmp_path, workers=2)
-    assert ours.run_all("small", [Small(0, fails=True)]) == {}
-    ours.close()
-    assert "comes again" not in ours.console.file.getvalue()
-    assert list(ours.failures) == ["small-0"]
-
-
-def test_what_was_kept_is_not_run_again(tmp_path):
-    pool(tmp_path).run_all("small", [Small(0)])
-    again = pool(tmp_path).run_all("small", [Small(0, fails=True)])
-    assert again["small-0"]["number"] == 0
-
-
-def test_no_run_is_begun_that_has_no_time(tmp_path):
-    ours = pool(tmp_path, stop_at=time.time() - 1)
-    assert ours.run_all("small", [Small(0)]) == {}
-    assert ours.unfinished == ["small-0"]
 
 
 def test_seeds_wait_until_all_settings_were_tried(tmp_path, monkeypatch):
@@ -493,72 +275,6 @@ def test_a_contender_with_one_setting_has_a_row_and_is_tuned(tmp_path):
     ours = pool(tmp_path / "runs")
     run_tasks([IMAGES], (one,), (0,), ("tuning", "seeds"), place, ours)
     assert "waits" not in ours.console.file.getvalue()
-
-
-def test_statistics_anew_are_those_of_the_last_weights(tmp_path):
-    """Of training images as they are trained on; all but BatchNorm's buffers is the network that SGD left."""
-    anew, place = contenders.BY_NAME["sgd-statistics"], bench(tmp_path)
-    ours = pool(tmp_path / "runs")
-    run_tasks([IMAGES], (anew,), (0,), ("seeds",), place, ours)
-    run = place.run(IMAGES, anew, anew.grid(IMAGES)[0], 0, "final")
-    network = run.network(work := run.work())
-    before = [one.running_mean.clone() for one in network.modules() if isinstance(one, nn.BatchNorm2d)]
-    inputs = next(work.chunks(torch.Generator().manual_seed(0)))[0]
-    for layer in (one for one in network.modules() if isinstance(one, nn.BatchNorm2d)):
-        layer.momentum = 1.0  # the batch's, and nothing of before
-    with torch.no_grad():
-        network.train()(inputs)
-        expected = F.cross_entropy(network.eval()(work.test), work.labels)
-    after = [one.running_mean for one in network.modules() if isinstance(one, nn.BatchNorm2d)]
-    assert not any(torch.allclose(old, new, rtol=1e-3) for old, new in zip(before, after, strict=True))
-    found = Store(tmp_path / "runs").load(run.key)
-    assert list(found["scores"]) == ["mean"]
-    assert found["scores"]["mean"]["nll"] == pytest.approx(float(expected), rel=1e-5)
-    rows = {row["name"]: row for row in results.collect(IMAGES, place)["contenders"]}
-    assert (rows["sgd-statistics"]["predicts"], rows["sgd-statistics"]["base"]) == ("mean", rows["sgd"]["setting"])
-    assert anew not in taking_part(BY_NAME["cifar10-frn"])  # which has no BatchNorm
-
-
-def test_networks_for_laplace_are_trained_where_their_weights_are_not(tmp_path):
-    """A file of results has the figures of SGD, but not its weights."""
-    sgd, laplace, place = contenders.BY_NAME["sgd"], contenders.BY_NAME["laplace-last"], bench(tmp_path)
-    jobs = [place.run(IMAGES, laplace, laplace.grid(IMAGES)[0], seed, "final") for seed in (0, 1, 2)]
-    done = place.run(IMAGES, sgd, sgd.grid(IMAGES)[0], 0, "final")
-    figures = place.run(IMAGES, sgd, sgd.grid(IMAGES)[0], 1, "final")
-    store = Store(tmp_path / "runs")
-    store.save(done.key, done.execute())
-    before = weights_path(done).stat().st_mtime_ns
-    store.save(figures.key, {"seconds": 1.0})
-    store.save(jobs[2].key, {"seconds": 1.0})  # it is there already
-    _make_weights(jobs, "images", pool(tmp_path / "runs"))
-    made = {path.stem.split("-")[-2] for path in (tmp_path / "weights").rglob("*.pt")}
-    assert (made, weights_path(done).stat().st_mtime_ns) == ({"seed0", "seed1"}, before)
-    assert "scores" in store.load(figures.key)
-
-
-def test_figures_stay_where_there_is_no_time_for_their_weights(tmp_path):
-    sgd, laplace, place = contenders.BY_NAME["sgd"], contenders.BY_NAME["laplace-last"], bench(tmp_path)
-    figures = place.run(IMAGES, sgd, sgd.grid(IMAGES)[0], 0, "final")
-    Store(tmp_path / "runs").save(figures.key, {"seconds": 1.0})
-    ours = pool(tmp_path / "runs", stop_at=time.time() - 1)
-    run_tasks([IMAGES], (laplace,), (0,), ("seeds",), place, ours)
-    assert Store(tmp_path / "runs").load(figures.key) == {"seconds": 1.0}
-    assert (ours.unfinished, ours.failures) == ([figures.key], {})
-
-
-def test_the_key_of_what_is_made_around_a_run_is_of_what_decides_it_alone(tmp_path):
-    task, laplace = BY_NAME["cifar10-40"], contenders.BY_NAME["laplace-last"]
-    keys = {
-        Bench(how, data).run(asked, laplace, {"diagonal": 0}, 0, "final").key
-        for how in (How(tmp_path), How(tmp_path / "other", stop_at=1.0, fast=("compile",)))
-        for data in (None, tmp_path)
-        for asked in (task, replace(task, timed_on=None, title="Another"))
-    }
-    others = {
-        Bench(How(tmp_path)).run(asked, laplace, {"diagonal": 0}, seed, "final").key
-        for asked, seed in ((task, 1), (replace(task, epochs=3), 0))
-    }
-    assert (len(keys), len(others), len(keys | others)) == (1, 2, 3)
 
 
 def test_times_of_a_task_may_be_those_of_another_with_the_same_steps(tmp_path):

@@ -130,7 +130,8 @@ def run(request: DeepRequest, console: Console) -> bool:
     require_writable(request.how.out / "runs", request.how.out)
     contenders = _installed(request, console)
     tasks = _with_takers(request.tasks, contenders)  # a network to be adapted is not trained for nobody
-    for task in dict.fromkeys((*tasks, *(map(timed_as, tasks) if "cost" in request.stages else ()))):
+    timed = map(timed_as, tasks) if "cost" in request.stages else ()
+    for task in (*tasks, *timed):
         prepare(task, request.data_dir, request.how.data)
     bench, store = request.bench, Store(request.how.out / "runs")
     pool = TimedPool(store, console, request.jobs, request.how.stop_at)

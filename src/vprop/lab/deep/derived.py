@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vprop.lab.deep import predictions
-from vprop.lab.deep.draws import MEAN, Statistics
+from vprop.lab.deep.draws import MEAN, OWN, Statistics
+from vprop.lab.deep.predictions import Averaged
 from vprop.lab.deep.run import DeepRun, judgement, predictions_path, statistics_batches, weights_path
 from vprop.lab.deep.workloads import ImageWork
 from vprop.lab.engine import sources
+
+Sets = dict[str, Averaged]
+"""Predictions by what was predicted: the test data, outliers."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,12 @@ class Derived(DeepRun):
         model.load_state_dict(torch.load(weights_path(self.around), weights_only=True))
         return model.eval()
 
+    def judged(self, labels: Tensor, at_mean: Sets, over_draws: Sets | None = None) -> dict[str, Any]:
+        """All scores of what it predicts, which is kept."""
+        drawn = {} if over_draws is None else {OWN: over_draws}
+        predictions.save_images(predictions_path(self), {MEAN: at_mean} | drawn, labels)
+        return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, drawn, labels)
+
 
 @dataclass(frozen=True)
 class StatisticsRun(Derived):
@@ -53,5 +63,4 @@ class StatisticsRun(Derived):
         Statistics(lambda: statistics_batches(inputs), self.how.autocast).write(model)
         sets = {"test": work.test, **work.outliers}
         at_mean = predictions.averaged([model], sets, {"test": work.labels}, work.rows, self.how.autocast)
-        predictions.save_images(predictions_path(self), {MEAN: at_mean}, work.labels)
-        return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, {}, work.labels)
+        return self.judged(work.labels, at_mean)

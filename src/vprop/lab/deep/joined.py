@@ -74,8 +74,9 @@ def _with_left(row: Result, kept: Result | None) -> Result:
         for one in tried_settings(kept)
         if one["nll"] is not None or has_diverged(kept, one)
     }
-    # where there is nothing to choose, nothing is tried, and what was tried before is all that is known
-    grid = [before.get(key_of(one), one) if len(row["grid"]) == 1 else one for one in row["grid"]]
+    # what was not tried here may have been before: nothing is where there is no choice
+    known = [one["nll"] is not None or "diverged" in one for one in row["grid"]]
+    grid = [one if here else before.get(key_of(one), one) for one, here in zip(row["grid"], known, strict=True)]
     offered = {key_of(one) for one in grid}
     left = [one for key, one in before.items() if key not in offered]
     return row | {"grid": grid} | ({"left": left} if left else {})

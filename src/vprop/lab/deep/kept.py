@@ -54,7 +54,7 @@ def tried_settings(row: Result) -> list[Result]:
 
 
 def has_diverged(row: Result, setting: Result) -> bool:
-    """Or was not tried, if there is no loss; older files say so by all that the row's setting was chosen from."""
+    """Or was not tried, if it has no loss. In older files all was tried that the row's setting was chosen from."""
     of_before = row.get("tuned") and len(row["grid"]) > 1 and setting in row["grid"]
     return setting["nll"] is None and bool(setting.get("diverged") or of_before)
 

@@ -13,10 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vprop.lab.deep import predictions
 from vprop.lab.deep.derived import Derived
-from vprop.lab.deep.draws import MEAN, OWN
 from vprop.lab.deep.predictions import Forward
-from vprop.lab.deep.run import judgement, predictions_path
-from vprop.lab.engine import sources
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,7 @@ class LaplaceRun(Derived):
         options = ({"test": work.labels}, work.rows)
         at_mean = predictions.averaged([fitted_model], inputs, *options)
         over_draws = predictions.averaged(drawn, inputs, *options)
-        predictions.save_images(predictions_path(self), {MEAN: at_mean, OWN: over_draws}, work.labels)
-        return {"code": sources.core(), "steps": 0, "sigma": None} | judgement(at_mean, {OWN: over_draws}, work.labels)
+        return self.judged(work.labels, at_mean, over_draws)
 
     def _sampled(self, model: nn.Module, x: Tensor, y: Tensor) -> list[Forward]:
         """Of the Gaussian around the weights of ``model``."""

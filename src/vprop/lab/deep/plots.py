@@ -43,21 +43,18 @@ def _scores(result: Row, path: Path) -> Path:
         if x["mean"] > limit:
             axes.plot([], [], " ", label=f"{name}: NLL {x['mean']:.2f}, not drawn")
             continue
-        marker, spread = (
-            "s" if "members" in row else "o",
-            [one["std"] and one["std"] * by for one, by in ((y, 100), (x, 1))],
-        )
+        marker = "s" if "members" in row else "o"
+        spread = [one["std"] and one["std"] * by for one, by in ((y, 100), (x, 1))]
         look = {"fmt": marker, "color": color, "capsize": 2, "elinewidth": 0.8, "markersize": 5}
         axes.errorbar(x["mean"], 100 * y["mean"], *spread, label=name, **look)  # type: ignore[arg-type]
         points.append(((x["mean"], 100 * y["mean"]), name if few else str(number), color))
     title = result["title"] if few else textwrap.fill(result["title"], 44)  # the list of names is beside it
     axes.set(xlabel="NLL (lower is better)", ylabel="accuracy, %", title=title)
     axes.margins(0.2 if few else 0.05, 0.1)
+    beside = [(6.0, 5.0)] * len(points)
     if not few:
         figure.legend(fontsize=7, loc="outside right upper")
         figure.canvas.draw()  # so that it is known where points are
-    beside = [(6.0, 5.0)] * len(points)
-    if not few:
         at = axes.transData.transform([place for place, _, _ in points]) * 72 / figure.dpi
         beside = _beside(at, [text for _, text, _ in points])
     for (place, text, color), offset in zip(points, beside, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 import traceback
@@ -65,15 +66,17 @@ class TimedPool(Pool):
     def _take(self, key: str, outcome: dict[str, Any] | BaseException | None) -> Results:
         if isinstance(outcome, dict):
             self.store.save(key, outcome)
-            self.console.print(f"  {key}: {_summary(outcome)}", soft_wrap=True, markup=False, highlight=False)
+            self._print(f"  {key}: {_summary(outcome)}")
             return {key: outcome}
         if outcome is None or isinstance(outcome, OutOfTime):
             self.unfinished.append(key)
             return {}
         self.failures[key] = "".join(traceback.format_exception(outcome))
-        text = f"  {key} failed: {_said(outcome)}"
-        self.console.print(text, style="red", soft_wrap=True, markup=False, highlight=False)
+        self._print(f"  {key} failed: {_said(outcome)}", "red")
         return {}
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
 
     def _in_turn(self, waiting: dict[str, Job]) -> Iterator[tuple[str, Any]]:
         for key, job in waiting.items():
@@ -91,7 +94,7 @@ class TimedPool(Pool):
             while queue or running or refused:
                 if not queue and not running:
                     if self._has_time:
-                        sleep(PAUSE if self.stop_at is None else min(PAUSE, max(0.0, self.stop_at - time.time())))
+                        sleep(max(0.0, min(PAUSE, self._time_left)))
                     queue, refused = refused, []
                 while queue and free:
                     key = queue.pop(0)
@@ -103,18 +106,17 @@ class TimedPool(Pool):
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key, process = running.pop(future)
                     error = future.exception()
-                    was_refused = is_of_the_machine(error)
-                    free.append(self._replaced(process) if was_refused else process)
-                    if was_refused:
+                    if is_of_the_machine(error):
+                        free.append(self._replaced(process))
                         tries[key] += not running  # beside others it is they who take the room
+                        if tries[key] < MOST_TRIES:
+                            refused.append(key)
+                            self._print(f"  {key} comes again: {_said(error)}", "yellow")
+                            continue
                     else:  # there is room for one again, or for more
+                        free.append(process)
                         queue, refused = queue + refused[:2], refused[2:]
-                    if was_refused and tries[key] < MOST_TRIES:
-                        refused.append(key)
-                        text = f"  {key} comes again: {_said(error)}"
-                        self.console.print(text, style="yellow", soft_wrap=True, markup=False, highlight=False)
-                    else:
-                        yield key, future.result() if error is None else error
+                    yield key, future.result() if error is None else error
         except BaseException:
             for process in self._processes:
                 stop(process)
@@ -143,8 +145,12 @@ class TimedPool(Pool):
         self._processes.clear()
 
     @property
+    def _time_left(self) -> float:
+        return math.inf if self.stop_at is None else self.stop_at - time.time()
+
+    @property
     def _has_time(self) -> bool:
-        return self.stop_at is None or time.time() < self.stop_at
+        return self._time_left > 0
 
 
 def _process() -> ProcessPoolExecutor:

@@ -219,9 +219,8 @@ def _is_ready(task: DeepTask, bench: Bench, pool: Pool) -> bool:
     """Whether the network that its adapters are for is there, after it was trained if it was not."""
     if not task.pretraining or pretrained_path(task, bench.how).is_file():
         return True
-    pretraining = bench.pretraining(task)
-    pool.store.forget(pretraining.key)  # the figure may have been kept without the network
-    return bool(pool.run_all(f"{task.name}: before adapters", [pretraining]))
+    # the figure may have been kept without the network
+    return bool(pool.run_all(f"{task.name}: before adapters", [bench.pretraining(task)], anew=True))
 
 
 def run_cost(task: DeepTask, contenders: Iterable[DeepContender], bench: Bench, pool: Pool) -> None:

@@ -52,10 +52,6 @@ class Store:
         """Store a result."""
         write_json(self._path(key), result)
 
-    def forget(self, key: str) -> None:
-        """Let the work be done again."""
-        self._path(key).unlink(missing_ok=True)
-
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
